@@ -1,13 +1,15 @@
-"""Kill -9 of every kind of process in every phase of a run: all runs must go on and end with the same metrics.
+"""Kill -9 of every kind of process in every phase of a run: all runs must go on and end with the
+same metrics.
 
     python benchmarks/chaos.py                       all cases, one after another
     python benchmarks/chaos.py --cases rollout:update,reward:scoring
 
-The run is the demo on CPU slots: the actor with the reference in two processes, the rollout, the critic, and the
-process of the rule reward, each in a pool of its own. A case is `VICTIM:PHASE`. The victim is killed just after the
-driver has queued the call that begins the phase. The victim `node` is the raylet of the second of two nodes, while a
-third one is there to replace it. The victim `driver` is the driver of `rolepool train`. Metrics are compared with those
-of a run without deaths, bit for bit, except for times and memory.
+The run is the demo on CPU slots: the actor with the reference in two processes, the rollout, the
+critic, and the process of the rule reward, each in a pool of its own. A case is `VICTIM:PHASE`. The
+victim is killed just after the driver has queued the call that begins the phase. The victim `node`
+is the raylet of the second of two nodes, while a third one is there to replace it. The victim
+`driver` is the driver of `rolepool train`. Metrics are compared with those of a run without deaths,
+bit for bit, except for times and memory.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ placement.roles.rollout=rollout_pool placement.roles.critic=critic_pool trainer.
 
 @dataclass
 class Outcome:
-    """A run's rows without what is measured, its restarts, and the seconds from the kill to the next row."""
+    """A run's rows without what is measured, its restarts, and the seconds from the kill to the
+    next row."""
 
     rows: list[dict[str, Any]]
     restarts: list[dict[str, Any]]
@@ -112,8 +115,8 @@ def lose_node(node_id: str) -> None:
 
 @contextmanager
 def kill_at(victim: str, phase: str, step: int = STEP) -> Iterator[list[float]]:
-    """Kill the victim once, after the driver has queued the phase's call for the `step`-th time. Yields a list, which
-    then has the time."""
+    """Kill the victim once, after the driver has queued the phase's call for the `step`-th time.
+    Yields a list, which then has the time."""
     pool, rank = VICTIMS[victim]
     killed_s: list[float] = []
     submit, add_role = RoleProxy._submit, WorkerGroup.add_role
@@ -136,9 +139,14 @@ def kill_at(victim: str, phase: str, step: int = STEP) -> Iterator[list[float]]:
         future = submit(proxy, name, spec, args, kwargs)
         what = "validate" if kwargs.get("purpose") == "validate" else name
         seen[what] = seen.get(what, 0) + 1
-        # Before the first step, weights are sent and a snapshot is taken; both are not the ones that are meant.
+        # Before the first step, weights are sent and a snapshot is taken; both are not the ones
+        # that are meant.
         is_first = what in ("export_weights", "take_snapshot") and seen[what] <= 3
-        if what in PHASES[phase] and not is_first and (seen[what] >= step or what in ("validate", "save_checkpoint")):
+        if (
+            what in PHASES[phase]
+            and not is_first
+            and (seen[what] >= step or what in ("validate", "save_checkpoint"))
+        ):
             strike(proxy.group._all_groups)
         return future
 
@@ -172,7 +180,11 @@ def run(folder: Path, keys: list[str], case: str | None = None) -> Outcome:
 
 def outcome_of(folder: Path, seconds: float | None) -> Outcome:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [{key: one[key] for key in one if not key.startswith(MEASURED)} for one in lines if "restart" not in one]
+    rows = [
+        {key: one[key] for key in one if not key.startswith(MEASURED)}
+        for one in lines
+        if "restart" not in one
+    ]
     return Outcome(rows, [one["restart"] for one in lines if "restart" in one], seconds)
 
 
@@ -186,7 +198,10 @@ def run_driver(folder: Path, keys: list[str], case: str) -> Outcome:
     environment = {**os.environ, "CHAOS_PHASE": case.partition(":")[2], "CHAOS_MARK": str(mark)}
     with (folder.parent / "driver.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, __file__, "train", *words], env=environment, stdout=log, stderr=subprocess.STDOUT
+            [sys.executable, __file__, "train", *words],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
         rows, seconds, deadline = folder / "metrics.jsonl", None, time.time() + DRIVER_TIMEOUT_S
         while process.poll() is None and time.time() < deadline:
@@ -205,7 +220,9 @@ def start_nodes() -> RayCluster:
     """This process on a cluster with two nodes and a spare one."""
     global lose_node
     ray.shutdown()
-    cluster = RayCluster(initialize_head=True, head_node_args={"include_dashboard": False, **NODE_OPTIONS})
+    cluster = RayCluster(
+        initialize_head=True, head_node_args={"include_dashboard": False, **NODE_OPTIONS}
+    )
     cluster.add_node(**NODE_OPTIONS)
     ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
 
@@ -225,16 +242,28 @@ def demo_keys(folder: Path) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     every = [f"{victim}:{phase}" for victim in VICTIMS for phase in PHASES]
-    parser.add_argument("--cases", default=",".join(every), help="such as critic:update,reward:scoring; default: all")
+    parser.add_argument(
+        "--cases",
+        default=",".join(every),
+        help="such as critic:update,reward:scoring; default: all",
+    )
     cases = parser.parse_args().cases.split(",")
     on_nodes = [case for case in cases if case.startswith("node:")]
     failed = 0
     with tempfile.TemporaryDirectory() as name:
         keys = demo_keys(Path(name) / "demo")
         print(f"{'case':<22} {'restarts':>8} {'seconds to the next row':>24}  result", flush=True)
-        ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+        ray.init(
+            address="local",
+            num_cpus=8,
+            include_dashboard=False,
+            logging_level="ERROR",
+            log_to_driver=False,
+        )
         failed += run_cases(Path(name), keys, [case for case in cases if case not in on_nodes])
         if on_nodes:
             cluster = start_nodes()
@@ -253,7 +282,9 @@ def run_cases(folder: Path, keys: list[str], cases: list[str]) -> int:
         try:
             runs = run_driver if case.startswith("driver:") else run
             outcome = runs(folder / "run", keys, case)
-        except Exception as error:  # a case that ends the run is a failure, and the others still run
+        except (
+            Exception
+        ) as error:  # a case that ends the run is a failure, and the others still run
             failed += 1
             print(f"{case:<22} {'-':>8} {'-':>24}  ended: {str(error)[-200:]!r}", flush=True)
             continue
@@ -261,7 +292,10 @@ def run_cases(folder: Path, keys: list[str], cases: list[str]) -> int:
         failed += not is_equal or outcome.seconds is None
         result = "equal" if is_equal else "DIFFERENT"
         result = result if outcome.seconds is not None else "no kill"
-        print(f"{case:<22} {len(outcome.restarts):>8} {outcome.seconds or 0:>24.1f}  {result}", flush=True)
+        print(
+            f"{case:<22} {len(outcome.restarts):>8} {outcome.seconds or 0:>24.1f}  {result}",
+            flush=True,
+        )
     return failed
 
 

@@ -1,18 +1,19 @@
-"""Train with two commits and compare every number that they log, bit for bit, except times and memory.
+"""Train with two commits and compare every number that they log, bit for bit, except times and
+memory.
 
     python benchmarks/compare_commits.py HEAD~1 HEAD
     python benchmarks/compare_commits.py main . --cases demo,killed
 
-A commit may be anything that git knows; `.` is the working tree as it is. Both sides run one after another on this
-machine, in the same Python environment, each with its own `src`. The cases:
+A commit may be anything that git knows; `.` is the working tree as it is. Both sides run one after
+another on this machine, in the same Python environment, each with its own `src`. The cases:
 
     demo, demo_split, demo_tools, demo_reward_model   the recipes, for a few steps
     resumed    demo_split stops after half of the steps, and the same command resumes it
     moved      demo_split moves to one pool while it trains
     killed     a worker process of demo_split is killed while it trains
 
-In `moved` and `killed` the step at which it happens differs from run to run. The numbers do not, because each pool has
-one rank under both placements, so sums are added in the same order.
+In `moved` and `killed` the step at which it happens differs from run to run. The numbers do not,
+because each pool has one rank under both placements, so sums are added in the same order.
 
 Prints one line for each case. The exit code is 1 if a number differs.
 """
@@ -38,7 +39,11 @@ ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ("timing_", "perf/", "pool/", "overlap/", "memory/")
 """Names of metrics that begin like this are times or memory."""
 NUM_STEPS = 8
-SCHEDULE = [f"trainer.total_training_steps={NUM_STEPS}", "trainer.test_freq=4", "trainer.save_freq=4"]
+SCHEDULE = [
+    f"trainer.total_training_steps={NUM_STEPS}",
+    "trainer.test_freq=4",
+    "trainer.save_freq=4",
+]
 ONE_POOL = [
     "placement.strategy=custom",
     "placement.pools={together:[1]}",
@@ -82,7 +87,9 @@ def finish(process: subprocess.Popen[str], folder: Path) -> None:
         code = process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise SystemExit(f"error: no end within {TIMEOUT_S:.0f} s; see {folder / 'output.txt'}") from None
+        raise SystemExit(
+            f"error: no end within {TIMEOUT_S:.0f} s; see {folder / 'output.txt'}"
+        ) from None
     if code != 0:
         tail = (folder / "output.txt").read_text()[-2000:]
         raise SystemExit(f"error: exit code {code}:\n{tail}")
@@ -135,7 +142,9 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, folder: Path) -> No
             return
         time.sleep(0.05)
     process.kill()
-    raise SystemExit(f"error: step {STRUCK_AFTER_STEP} was not reached; see {folder / 'output.txt'}")
+    raise SystemExit(
+        f"error: step {STRUCK_AFTER_STEP} was not reached; see {folder / 'output.txt'}"
+    )
 
 
 def largest_worker(driver: int) -> psutil.Process:
@@ -152,7 +161,11 @@ def read_rows(run: Path) -> Rows:
     file = run / "metrics.jsonl"
     if not file.exists():
         return []
-    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in file.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 def compared_rows(run: Path) -> Rows:
@@ -226,9 +239,13 @@ def compare(case: str, sides: list[Side], parent: Path) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("before", help="a commit")
-    parser.add_argument("after", nargs="?", default=".", help="another one; default: the working tree")
+    parser.add_argument(
+        "after", nargs="?", default=".", help="another one; default: the working tree"
+    )
     parser.add_argument("--cases", default=",".join(CASES), help=f"default: {','.join(CASES)}")
     arguments = parser.parse_args()
     cases = arguments.cases.split(",")

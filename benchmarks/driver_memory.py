@@ -1,8 +1,10 @@
-"""How much the driver grows while a 256 MiB batch, made by workers, goes through a chain of calls as futures.
+"""How much the driver grows while a 256 MiB batch, made by workers, goes through a chain of calls
+as futures.
 
     python benchmarks/driver_memory.py [--mib 256]
 
-Prints the growth of the driver's unique set size. Goal: under 32 MiB. For comparison, the same chain with get().
+Prints the growth of the driver's unique set size. Goal: under 32 MiB. For comparison, the same
+chain with get().
 """
 
 from __future__ import annotations
@@ -45,11 +47,15 @@ def unique_mib() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=256)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    pools = ResourcePoolManager({"left": [2], "right": [2]}, {Role.Actor: "left", Role.Critic: "right"})
+    pools = ResourcePoolManager(
+        {"left": [2], "right": [2]}, {Role.Actor: "left", Role.Critic: "right"}
+    )
     with Cluster(place(pools, [4], device="cpu")) as cluster:
         left = cluster.groups["left"].add_role("left", Maker)
         right = cluster.groups["right"].add_role("right", Maker)
@@ -61,9 +67,13 @@ def main() -> None:
         totals = right.total(chain)
         growth = unique_mib() - before
         assert sum(totals) == options.mib * MIB / 4 * 4, totals
-        print(f"futures kept through a chain of 4 calls: driver grew by {growth:.1f} MiB (goal: under 32)")
+        print(
+            f"futures kept through a chain of 4 calls: driver grew by {growth:.1f} MiB (goal: under 32)"
+        )
         held = made.get(), chain.get()
-        print(f"the same with two get():                 driver grew by {unique_mib() - before:.1f} MiB")
+        print(
+            f"the same with two get():                 driver grew by {unique_mib() - before:.1f} MiB"
+        )
         del held
 
 

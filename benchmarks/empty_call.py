@@ -38,11 +38,17 @@ def per_call_s(call: object, num_calls: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--calls", type=int, default=25)
     options = parser.parse_args()
-    plan = place(ResourcePoolManager({"pool": [NUM_WORKERS]}, {Role.Critic: "pool"}), [NUM_WORKERS], device="cpu")
+    plan = place(
+        ResourcePoolManager({"pool": [NUM_WORKERS]}, {Role.Critic: "pool"}),
+        [NUM_WORKERS],
+        device="cpu",
+    )
     with Cluster(plan, num_cpus=2 * NUM_WORKERS + 1) as cluster:
         role = cluster.groups["pool"].add_role("critic", Idle)
         actors = [ray.remote(BareIdle).options(num_cpus=1).remote() for _ in range(NUM_WORKERS)]

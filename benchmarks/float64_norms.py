@@ -1,7 +1,8 @@
 """An extension for runs in float64: Llama's norms compute in the precision of the model.
 
-transformers computes them in float32, in a float64 model, too. Then a difference in the last bit of a number, which
-another number of ranks makes, sometimes decides to which float32 number it is rounded, and 1e-16 becomes 1e-8.
+transformers computes them in float32, in a float64 model, too. Then a difference in the last bit of
+a number, which another number of ranks makes, sometimes decides to which float32 number it is
+rounded, and 1e-16 becomes 1e-8.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""How long a judge behind HTTP takes to score a batch: some calls at a time against one after another.
+"""How long a judge behind HTTP takes to score a batch: some calls at a time against one after
+another.
 
     python benchmarks/judge.py [--samples 512] [--at-once 64] [--latency-ms 47]
 
-A stub of an OpenAI-compatible server answers each request after the latency. The reward function is the example of
-docs/rewards.md, an async function that sends a request for each response. The same responses are scored in four ways,
-all of them completely: with --at-once calls at a time and one after another, and with the same function written without
-async in --at-once processes and in one. Prints the seconds of each, and the ratio. Goal: under 1 s for the first one.
+A stub of an OpenAI-compatible server answers each request after the latency. The reward function is
+the example of docs/rewards.md, an async function that sends a request for each response. The same
+responses are scored in four ways, all of them completely: with --at-once calls at a time and one
+after another, and with the same function written without async in --at-once processes and in one.
+Prints the seconds of each, and the ratio. Goal: under 1 s for the first one.
 """
 
 from __future__ import annotations
@@ -37,9 +39,12 @@ ROOT = Path(__file__).parent.parent
 
 @contextmanager
 def judge_server(latency_s: float) -> Iterator[str]:
-    """A server in a process of its own that gives every chat the grade 7. Yields the URL for chat completions."""
+    """A server in a process of its own that gives every chat the grade 7. Yields the URL for chat
+    completions."""
     ours, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("fork").Process(target=_serve, args=(theirs, latency_s), daemon=True)
+    server = multiprocessing.get_context("fork").Process(
+        target=_serve, args=(theirs, latency_s), daemon=True
+    )
     server.start()
     theirs.close()
     try:
@@ -59,9 +64,13 @@ def _serve(channel: Connection, latency_s: float) -> None:
                 asked = json.loads(await reader.readexactly(int(length[1])))
                 await asyncio.sleep(latency_s)
                 message = {"role": "assistant", "content": "7"}
-                body = json.dumps({"model": asked["model"], "choices": [{"index": 0, "message": message}]}).encode()
+                body = json.dumps(
+                    {"model": asked["model"], "choices": [{"index": 0, "message": message}]}
+                ).encode()
                 kind = b"Content-Type: application/json\r\n"
-                writer.write(b"HTTP/1.1 200 OK\r\n%sContent-Length: %d\r\n\r\n%s" % (kind, len(body), body))
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\n%sContent-Length: %d\r\n\r\n%s" % (kind, len(body), body)
+                )
                 if b"connection: close" in head.lower():
                     break
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -89,7 +98,9 @@ def example() -> str:
 
 def without_async(text: str) -> str:
     """The same judge as a plain function."""
-    return text.replace("async def", "def").replace("await asyncio.to_thread(ask, question)", "ask(question)")
+    return text.replace("async def", "def").replace(
+        "await asyncio.to_thread(ask, question)", "ask(question)"
+    )
 
 
 def reward_of(file: Path, num_at_once: int) -> Reward:
@@ -101,7 +112,10 @@ def reward_of(file: Path, num_at_once: int) -> Reward:
 
 def seconds(reward: Reward, num_samples: int, num_at_once: int) -> float:
     inputs = {"data_source": "stub", "ground_truth": "4", "extra_info": {}}
-    rows = [Row(f"row {number}", {**inputs, "solution_str": f"It is {number}."}) for number in range(num_samples)]
+    rows = [
+        Row(f"row {number}", {**inputs, "solution_str": f"It is {number}."})
+        for number in range(num_samples)
+    ]
     reward.score_rows(rows[:num_at_once])  # starts the processes
     begin_s = time.perf_counter()
     scores = [scored.score for scored in reward.score_rows(rows)]
@@ -111,7 +125,9 @@ def seconds(reward: Reward, num_samples: int, num_at_once: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--latency-ms", type=float, default=47.0)

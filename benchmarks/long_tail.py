@@ -1,18 +1,21 @@
-"""Steps whose responses have a long tail of lengths: bytes stored for them, and their time against another checkout.
+"""Steps whose responses have a long tail of lengths: bytes stored for them, and their time against
+another checkout.
 
     python benchmarks/long_tail.py [--rounds 8] [--baseline PATH_TO_OTHER_SRC]
 
-64 rows of at most 2,048 new tokens and about 250 in the mean: lengths come from a log-normal distribution, each drawn
-with its sample's own seed, and a response ends there (as `max_new_tokens` of its request) and nowhere else. A model of
-one layer takes PPO steps on two CPU slots of a real Ray.
+64 rows of at most 2,048 new tokens and about 250 in the mean: lengths come from a log-normal
+distribution, each drawn with its sample's own seed, and a response ends there (as `max_new_tokens`
+of its request) and nowhere else. A model of one layer takes PPO steps on two CPU slots of a real
+Ray.
 
-Bytes stored per step are all that calls leave in their replies and in the object store (the encoded columns of every
-rank) and all that the driver puts there (its batches, encoded). They are compared with the bytes of the real tokens'
-columns: 8 for each token id, and 4 for each response token's old and reference log-prob, value, advantage and return.
-Goal: at most 1.5x.
+Bytes stored per step are all that calls leave in their replies and in the object store (the encoded
+columns of every rank) and all that the driver puts there (its batches, encoded). They are compared
+with the bytes of the real tokens' columns: 8 for each token id, and 4 for each response token's old
+and reference log-prob, value, advantage and return. Goal: at most 1.5x.
 
-With `--baseline` both checkouts take steps in turn, each by its own copy of this script and in a Ray of its own, so
-that whatever else the machine does falls on both alike. The first step of each is not counted.
+With `--baseline` both checkouts take steps in turn, each by its own copy of this script and in a
+Ray of its own, so that whatever else the machine does falls on both alike. The first step of each
+is not counted.
 """
 
 from __future__ import annotations
@@ -66,7 +69,10 @@ class LongTailRollout(Rollout):
         generate = self.engine.generate
 
         def generate_long_tail(requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-            return generate([replace(one, max_new_tokens=response_length(one.seed)) for one in requests], sampling)
+            return generate(
+                [replace(one, max_new_tokens=response_length(one.seed)) for one in requests],
+                sampling,
+            )
 
         self.engine.generate = generate_long_tail  # type: ignore[method-assign, assignment]
 
@@ -108,7 +114,9 @@ class Steps:
         self.config = load_config([], words).config
         self.sent: list[Encoded] = []
         calls_module.encode = self._watched_encode
-        ROLE_SPECS[Role.Rollout] = replace(ROLE_SPECS[Role.Rollout], worker=f"{__name__}:{LongTailRollout.__name__}")
+        ROLE_SPECS[Role.Rollout] = replace(
+            ROLE_SPECS[Role.Rollout], worker=f"{__name__}:{LongTailRollout.__name__}"
+        )
         tokenizer = load_tokenizer(self.config.actor_rollout_ref.model)
         self.loader = PromptLoader(PromptSet("train", self.config, tokenizer), NUM_ROWS, seed=1)
         self.estimator = Estimator(self.config)
@@ -141,8 +149,10 @@ class Steps:
         num_new = num_tokens - sum(map(len, prompts.non_tensor_batch["raw_prompt_ids"]))
         return {
             "step_s": took_s,
-            "stored_bytes": sum(map(bytes_of_replies, calls_of(step))) + sum(part.num_bytes for part in self.sent),
-            "real_bytes": num_tokens * BYTES_PER_ID + num_new * BYTES_PER_NUMBER * NUMBERS_PER_TOKEN,
+            "stored_bytes": sum(map(bytes_of_replies, calls_of(step)))
+            + sum(part.num_bytes for part in self.sent),
+            "real_bytes": num_tokens * BYTES_PER_ID
+            + num_new * BYTES_PER_NUMBER * NUMBERS_PER_TOKEN,
             "mean_new_tokens": num_new / NUM_ROWS,
         }
 
@@ -152,10 +162,18 @@ def calls_of(step: StepCalls) -> list[CallFuture]:
 
 
 def bytes_of_replies(future: CallFuture) -> int:
-    """What the ranks stored as their results, whether it lies in the object store or in the reply."""
-    replies = [reply for call in future.calls for reply in call.replies(None) if reply.header is not None]
+    """What the ranks stored as their results, whether it lies in the object store or in the
+    reply."""
+    replies = [
+        reply for call in future.calls for reply in call.replies(None) if reply.header is not None
+    ]
     small = [column for reply in replies for column in reply.header.small.values()]
-    large = [column for reply in replies if reply.header.large for column in ray.get(reply.stored).values()]
+    large = [
+        column
+        for reply in replies
+        if reply.header.large
+        for column in ray.get(reply.stored).values()
+    ]
     return sum(column.num_bytes for column in (*small, *large))
 
 
@@ -163,10 +181,17 @@ def bytes_of_replies(future: CallFuture) -> int:
 
 
 def start(source: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_WAIT_POLICY": "PASSIVE", "RAY_DEDUP_LOGS": "0"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(source),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "RAY_DEDUP_LOGS": "0",
+    }
     script = source.parent / "benchmarks" / Path(__file__).name  # each checkout runs its own copy
     command = [sys.executable, str(script), "--serve"]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def answer(process: subprocess.Popen[str]) -> str:
@@ -178,7 +203,9 @@ def answer(process: subprocess.Popen[str]) -> str:
             return line
         if time.monotonic() > deadline:
             break
-    raise SystemExit(f"no answer from {process.args} within {STEP_TIMEOUT_S} s; its exit code is {process.poll()}")
+    raise SystemExit(
+        f"no answer from {process.args} within {STEP_TIMEOUT_S} s; its exit code is {process.poll()}"
+    )
 
 
 def measure(sources: dict[str, Path], rounds: int) -> dict[str, list[dict[str, float]]]:
@@ -203,7 +230,9 @@ def measure(sources: dict[str, Path], rounds: int) -> dict[str, list[dict[str, f
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--baseline", type=Path, help="the src folder of another checkout")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -227,7 +256,9 @@ def main() -> int:
         )
     if options.baseline is not None:
         pairs = zip(measured["baseline"], measured["this checkout"], strict=True)
-        print(f"step time, baseline over this: {statistics.median(a['step_s'] / b['step_s'] for a, b in pairs):.2f}")
+        print(
+            f"step time, baseline over this: {statistics.median(a['step_s'] / b['step_s'] for a, b in pairs):.2f}"
+        )
     is_met = times["this checkout"] <= MOST_TIMES_THE_REAL
     print(f"goal of at most {MOST_TIMES_THE_REAL}: {'met' if is_met else 'missed'}")
     return 0 if is_met else 1

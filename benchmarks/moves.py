@@ -1,17 +1,20 @@
-"""How long training stands still while a run moves to another placement, and that its losses do not change.
+"""How long training stands still while a run moves to another placement, and that its losses do not
+change.
 
     python benchmarks/moves.py [--every 16]
 
-The run is the demo on CPU slots. It asks for the next move some steps after the last one: from one pool to two and
-back, from 2 slots to 4, to a critic in a pool of its own, and to a rollout in a pool of its own. The downtime is the
-time from the end of the last call of the last step before the move to the start of the first call after it. Losses and
-rewards are compared with those of a run that does not move, in float64.
+The run is the demo on CPU slots. It asks for the next move some steps after the last one: from one
+pool to two and back, from 2 slots to 4, to a critic in a pool of its own, and to a rollout in a
+pool of its own. The downtime is the time from the end of the last call of the last step before the
+move to the start of the first call after it. Losses and rewards are compared with those of a run
+that does not move, in float64.
 
-Another number of ranks adds the same numbers in another order, which changes their last bit. Training must not make
-that difference larger, so the learning rate is low and norms are computed in float64, too (`float64_norms.py`). With a
-learning rate of 1e-3, two runs that never move and have different placements differ by 1e-15 in the first steps, by
-1e-10 after 24 and completely after 48; and each time that a norm of transformers, which rounds to float32, rounds
-another way, 1e-16 becomes 1e-8.
+Another number of ranks adds the same numbers in another order, which changes their last bit.
+Training must not make that difference larger, so the learning rate is low and norms are computed in
+float64, too (`float64_norms.py`). With a learning rate of 1e-3, two runs that never move and have
+different placements differ by 1e-15 in the first steps, by 1e-10 after 24 and completely after 48;
+and each time that a norm of transformers, which rounds to float32, rounds another way, 1e-16
+becomes 1e-8.
 """
 
 from __future__ import annotations
@@ -54,11 +57,18 @@ MOVES = {
     "rollout to its own pool": OWN_ROLLOUT,
     "all together again": "placement.strategy=standard trainer.n_gpus_per_node=2",
 }
-COMPARED = ("actor/pg_loss", "critic/vf_loss", "actor/entropy", "critic/score/mean", "actor/grad_norm")
+COMPARED = (
+    "actor/pg_loss",
+    "critic/vf_loss",
+    "actor/entropy",
+    "critic/score/mean",
+    "actor/grad_norm",
+)
 
 
 class Mover(Observer):
-    """Asks for the next move `every` steps after the last one, and ends the run after the last move.
+    """Asks for the next move `every` steps after the last one, and ends the run after the last
+    move.
 
     With `waits`, the run does not make another step before the processes of the move have started.
     """
@@ -101,14 +111,19 @@ def run(
 
 
 def downtimes(folder: Path, every: int) -> list[tuple[int, float, float]]:
-    """For each move: the step before it, the seconds without work, and the mean time of the steps after it."""
+    """For each move: the step before it, the seconds without work, and the mean time of the steps
+    after it."""
     spans = read_run(folder).spans
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = []
     for after in (row["move"]["after_step"] for row in rows if "move" in row):
         end_s = max(one.span.end_s for one in spans if one.step == after)
         start_s = min(one.span.start_s for one in spans if one.step == after + 1)
-        times = [row["timing_s/step"] for row in rows if after + 2 <= row["step"] <= after + every and len(row) > 2]
+        times = [
+            row["timing_s/step"]
+            for row in rows
+            if after + 2 <= row["step"] <= after + every and len(row) > 2
+        ]
         found.append((after, start_s - end_s, fmean(times)))
     return found
 
@@ -119,17 +134,30 @@ def main() -> None:
     every = parser.parse_args().every
     with tempfile.TemporaryDirectory() as folder:
         demo = make_demo(Path(folder) / "demo")
-        keys = [*KEYS.split(), f"actor_rollout_ref.model.path={demo.model}", f"data.train_files={demo.train_file}"]
+        keys = [
+            *KEYS.split(),
+            f"actor_rollout_ref.model.path={demo.model}",
+            f"data.train_files={demo.train_file}",
+        ]
         metrics = run(Path(folder) / "moving", keys, list(MOVES.values()), every)
         keys.append(f"trainer.total_training_steps={max(metrics)}")
         still = run(Path(folder) / "still", keys, every=max(metrics))
         found = downtimes(Path(folder) / "moving", every)
-    worst = {step: max(abs(metrics[step][name] - row[name]) for name in COMPARED) for step, row in still.items()}
-    print(f"{'move':<26} {'after step':>10} {'downtime s':>10} {'step s':>8} {'ratio':>6} {'difference before':>18}")
+    worst = {
+        step: max(abs(metrics[step][name] - row[name]) for name in COMPARED)
+        for step, row in still.items()
+    }
+    print(
+        f"{'move':<26} {'after step':>10} {'downtime s':>10} {'step s':>8} {'ratio':>6} {'difference before':>18}"
+    )
     for name, (after, seconds, step_s) in zip(MOVES, found, strict=True):
         before = max(worst[step] for step in worst if step <= after)
-        print(f"{name:<26} {after:>10} {seconds:>10.2f} {step_s:>8.3f} {seconds / step_s:>6.1f} {before:>18.1e}")
-    print(f"largest difference of {', '.join(COMPARED)} in {len(still)} steps: {max(worst.values()):.1e}")
+        print(
+            f"{name:<26} {after:>10} {seconds:>10.2f} {step_s:>8.3f} {seconds / step_s:>6.1f} {before:>18.1e}"
+        )
+    print(
+        f"largest difference of {', '.join(COMPARED)} in {len(still)} steps: {max(worst.values()):.1e}"
+    )
     print(f"longest downtime: {max(seconds for _, seconds, _ in found):.2f} s (goal: at most 3)")
 
 

@@ -3,10 +3,11 @@
     python benchmarks/parity_limit.py MODEL_FOLDER [--dtype bfloat16] [--prompts 12] [--tokens 64]
         [--temperatures 0.5 1 1.5]
 
-`actor_rollout_ref.rollout.parity_limit` must let every correct rollout engine pass, and stop a wrong one. This samples
-responses with the model in a more exact dtype, and computes their log-probs in bfloat16 (as on GPUs) or float32 (as on
-CPUs) in several correct ways, and with several mistakes that engines make. Every pair is compared on groups of 64
-tokens, as a run does it. Two measures are printed:
+`actor_rollout_ref.rollout.parity_limit` must let every correct rollout engine pass, and stop a
+wrong one. This samples responses with the model in a more exact dtype, and computes their log-probs
+in bfloat16 (as on GPUs) or float32 (as on CPUs) in several correct ways, and with several mistakes
+that engines make. Every pair is compared on groups of 64 tokens, as a run does it. Two measures are
+printed:
 
     mean    the mean difference of the log-probs
     logits  the mean error of logits that explains it, which a run compares with the limit (`rolepool.models.parity`)
@@ -43,7 +44,9 @@ LogProbs = Callable[[Any, Tensor, int, float], Tensor]
 
 def log_probs_of(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """The log-probs of tokens, computed in float32."""
-    scores = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
+    scores = torch.log_softmax(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1
+    )
     return scores.gather(-1, tokens[..., None]).squeeze(-1)
 
 
@@ -71,7 +74,9 @@ def left_padded(model: Any, row: Tensor, num_prompt: int, temperature: float) ->
     mask = (torch.arange(len(ids)) >= padding).long()
     positions = (mask.cumsum(0) - 1).clamp(min=0)
     output = model(input_ids=ids[None], attention_mask=mask[None], position_ids=positions[None])
-    return log_probs_of(output.logits[0, padding + num_prompt - 1 : -1], row[num_prompt:], temperature)
+    return log_probs_of(
+        output.logits[0, padding + num_prompt - 1 : -1], row[num_prompt:], temperature
+    )
 
 
 def shifted(model: Any, row: Tensor, num_prompt: int, temperature: float) -> Tensor:
@@ -137,10 +142,14 @@ def groups(values: list[Tensor]) -> Tensor:
     return flat[: len(flat) // NUM_TOKENS * NUM_TOKENS].view(-1, NUM_TOKENS)
 
 
-def show(name: str, kind: str, ours: Tensor, theirs: Tensor, temperature: float) -> tuple[float, float]:
+def show(
+    name: str, kind: str, ours: Tensor, theirs: Tensor, temperature: float
+) -> tuple[float, float]:
     """Print both measures. Returns the smallest and the largest error of a group."""
     mean = (ours - theirs).abs().mean(1)
-    errors = torch.tensor([logit_error(*pair, temperature) for pair in zip(theirs, ours, strict=True)])
+    errors = torch.tensor(
+        [logit_error(*pair, temperature) for pair in zip(theirs, ours, strict=True)]
+    )
     print(
         f"{kind:8} {name:34} mean {mean.min():.2g} to {mean.max():.2g}   "
         f"logits {errors.min():.2g} to {errors.max():.2g} (median {errors.median():.2g})",
@@ -205,12 +214,16 @@ def compare_at(
         wrong["weights in 8 bits"] = compute(model, whole_rows)
     with without_last_layer(model):
         wrong["last layer missing"] = compute(model, whole_rows)
-    return largest, {name: show(name, "wrong", ours, theirs, temperature)[0] for name, theirs in wrong.items()}
+    return largest, {
+        name: show(name, "wrong", ours, theirs, temperature)[0] for name, theirs in wrong.items()
+    }
 
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--prompts", type=int, default=len(QUESTIONS))
@@ -222,7 +235,9 @@ def main() -> None:
     better = torch.float32 if dtype == torch.bfloat16 else torch.float64
     exact = AutoModelForCausalLM.from_pretrained(options.model, dtype=better).eval()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
-    eager = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="eager").eval()
+    eager = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=dtype, attn_implementation="eager"
+    ).eval()
     largest_right = 0.0
     smallest_wrong: dict[str, float] = {}
     for temperature in options.temperatures:
@@ -233,7 +248,9 @@ def main() -> None:
             smallest_wrong[name] = min(one, smallest_wrong.get(name, one))
     print(f"\nlargest error of a correct implementation: {largest_right:.2g}")
     for name, one in smallest_wrong.items():
-        print(f"  {name}: {one / largest_right:.1f} times that, in the group with the smallest difference")
+        print(
+            f"  {name}: {one / largest_right:.1f} times that, in the group with the smallest difference"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""How well the planner predicts: profile runs, predictions of other placements and workloads, then the real runs.
+"""How well the planner predicts: profile runs, predictions of other placements and workloads, then
+the real runs.
 
     python benchmarks/prediction.py                 CPU slots, up to 12 processes; meant for 16 cores
     python benchmarks/prediction.py --gpu           one GPU: one pool, and two pools that share it, also with CUDA MPS
@@ -7,12 +8,12 @@
     python benchmarks/prediction.py --only 2,5      some of the cases, by number
     python benchmarks/prediction.py --runs FOLDER   keeps the runs there, and does not repeat those that it has
 
-The cases are listed in this file, and all of them are predicted before the first of them runs. Two profile runs are
-recorded on CPU slots: the first one moves between placements. On a GPU there are two for the small shape, one pool and
-two pools that share the GPU without MPS, and one for the large shape. Prints predicted and measured step time (the
-median of the steps after the first two) and the error of each case, the median and the worst error (goals: 10% and
-20%), and how much slower the placement that the planner prefers for the same work is than the best measured one
-(goal: 5%).
+The cases are listed in this file, and all of them are predicted before the first of them runs. Two
+profile runs are recorded on CPU slots: the first one moves between placements. On a GPU there are
+two for the small shape, one pool and two pools that share the GPU without MPS, and one for the
+large shape. Prints predicted and measured step time (the median of the steps after the first two)
+and the error of each case, the median and the worst error (goals: 10% and 20%), and how much slower
+the placement that the planner prefers for the same work is than the best measured one (goal: 5%).
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ class Case:
 LONG, SHORT = "data.max_response_length=64", "data.max_response_length=16"
 LARGE = "data.train_batch_size=96 actor_rollout_ref.actor.ppo_mini_batch_size=48"
 CPU_PROFILES = (
-    Case(STANDARD.format(1), (STANDARD.format(12), POOLS.format(8, "{a:[4],r:[2],c:[2]}", OWN_ROLLOUT))),
+    Case(
+        STANDARD.format(1),
+        (STANDARD.format(12), POOLS.format(8, "{a:[4],r:[2],c:[2]}", OWN_ROLLOUT)),
+    ),
     Case(f"{STANDARD.format(4)} {LARGE} {SHORT}"),
 )
 CPU_CASES = (
@@ -127,7 +131,10 @@ GPU_CASES = (
     Case(f"{NO_SNAPSHOTS} data.train_batch_size=64", shape="qwen2.5-1.5b"),
     Case(NO_SNAPSHOTS, shape="qwen2.5-1.5b"),
 )
-TWO_PROFILES = (Case(STANDARD.format(2), (STANDARD.format(1),)), Case(f"{SPLIT.format(1, 2)} {LARGE} {SHORT}"))
+TWO_PROFILES = (
+    Case(STANDARD.format(2), (STANDARD.format(1),)),
+    Case(f"{SPLIT.format(1, 2)} {LARGE} {SHORT}"),
+)
 TWO_CASES = (
     Case(SPLIT.format(1, 2)),
     Case(f"{STANDARD.format(1)} {SHORT}"),
@@ -138,13 +145,21 @@ TWO_CASES = (
     Case(f"{STANDARD.format(2)} actor_rollout_ref.rollout.n=4"),
     Case(f"{SPLIT.format(1, 2)} actor_rollout_ref.actor.ppo_epochs=2"),
 )
-TINY_CASES = (Case(STANDARD.format(1)), Case(SPLIT.format(1, 2)), Case(f"{STANDARD.format(1)} {SHORT}"))
+TINY_CASES = (
+    Case(STANDARD.format(1)),
+    Case(SPLIT.format(1, 2)),
+    Case(f"{STANDARD.format(1)} {SHORT}"),
+)
 
 
 def make_models(folder: Path, shape: str) -> list[str]:
-    """Make model, reward model and prompts, unless they are there. Returns the words that name them."""
+    """Make model, reward model and prompts, unless they are there. Returns the words that name
+    them."""
     data = folder / f"data{shape}"
-    words = [f"actor_rollout_ref.model.path={data / 'model'}", f"data.train_files={data / 'train.jsonl'}"]
+    words = [
+        f"actor_rollout_ref.model.path={data / 'model'}",
+        f"data.train_files={data / 'train.jsonl'}",
+    ]
     if not shape:
         words.append(f"reward_model.model.path={data / 'reward'}")
     if data.exists():
@@ -154,13 +169,25 @@ def make_models(folder: Path, shape: str) -> list[str]:
         source.mkdir(parents=True, exist_ok=True)
         (source / "config.json").write_text(json.dumps(CPU_SHAPE))
     size = ["--num-prompts", "2048", "--prompt-tokens", "128" if shape else "16"]
-    script = [sys.executable, str(ROOT / "scripts" / "make_shape_model.py"), str(source), str(data), *size]
+    script = [
+        sys.executable,
+        str(ROOT / "scripts" / "make_shape_model.py"),
+        str(source),
+        str(data),
+        *size,
+    ]
     subprocess.run(script, check=True, capture_output=True)
     if not shape:
         config = AutoConfig.from_pretrained(data / "model", num_labels=1)
-        AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(data / "reward")
-        (data / "reward" / "tokenizer.json").write_bytes((data / "model" / "tokenizer.json").read_bytes())
-        (data / "reward" / "tokenizer_config.json").write_bytes((data / "model" / "tokenizer_config.json").read_bytes())
+        AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(
+            data / "reward"
+        )
+        (data / "reward" / "tokenizer.json").write_bytes(
+            (data / "model" / "tokenizer.json").read_bytes()
+        )
+        (data / "reward" / "tokenizer_config.json").write_bytes(
+            (data / "model" / "tokenizer_config.json").read_bytes()
+        )
     return words
 
 
@@ -169,7 +196,8 @@ def keys_of(case: Case, models: dict[str, list[str]], *, on_gpu: bool) -> list[s
 
 
 def train(case: Case, keys: list[str], folder: Path, num_steps: int) -> float:
-    """Train so many steps with each placement, unless the folder has such a run. Returns the seconds that it took."""
+    """Train so many steps with each placement, unless the folder has such a run. Returns the
+    seconds that it took."""
     if folder.exists() and len(read_run(folder).metrics) >= num_steps * (1 + len(case.moves)):
         return 0.0
     shutil.rmtree(folder, ignore_errors=True)  # a run that was cut off
@@ -188,13 +216,17 @@ def measured_step_s(folder: Path) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--two-cores", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--only", help="numbers of cases, such as 2,5; default: all")
-    parser.add_argument("--runs", type=Path, help="where run folders go; default: a temporary folder")
+    parser.add_argument(
+        "--runs", type=Path, help="where run folders go; default: a temporary folder"
+    )
     options = parser.parse_args()
     profiles, cases = (GPU_PROFILES, GPU_CASES) if options.gpu else (CPU_PROFILES, CPU_CASES)
     if options.two_cores:
@@ -207,8 +239,17 @@ def main() -> int:
     home = options.runs or Path(tempfile.mkdtemp(prefix="prediction_"))
     home.mkdir(parents=True, exist_ok=True)
     gpus = {"num_gpus": 1} if options.gpu else {}
-    ray.init(address="local", num_cpus=16, include_dashboard=False, logging_level="ERROR", log_to_driver=False, **gpus)
-    models = {shape: make_models(home, shape) for shape in dict.fromkeys(case.shape for case in cases)}
+    ray.init(
+        address="local",
+        num_cpus=16,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+        **gpus,
+    )
+    models = {
+        shape: make_models(home, shape) for shape in dict.fromkeys(case.shape for case in cases)
+    }
     folders: dict[str, list[Path]] = {}
     for number, case in enumerate(profiles):
         if case.shape not in models:
@@ -216,17 +257,27 @@ def main() -> int:
         folder = home / f"profile{number + 1}"
         took_s = train(case, keys_of(case, models, on_gpu=options.gpu), folder, options.steps)
         folders.setdefault(case.shape, []).append(folder)
-        print(f"profile {number + 1}: {case.words} {' -> '.join(case.moves)} ({took_s:.0f} s)", flush=True)
+        print(
+            f"profile {number + 1}: {case.words} {' -> '.join(case.moves)} ({took_s:.0f} s)",
+            flush=True,
+        )
     predicted = {}
     for shape, of_shape in folders.items():
         cores = None if options.gpu else num_cores()
         profile = Profile(read_recordings(of_shape, None))
-        predictor = Predictor(profile, schedule_of, gpu_memory_bytes=detect_gpu_memory(), num_cores=cores)
+        predictor = Predictor(
+            profile, schedule_of, gpu_memory_bytes=detect_gpu_memory(), num_cores=cores
+        )
         for case in (case for case in cases if case.shape == shape):
             config = load_config([], keys_of(case, models, on_gpu=options.gpu)).config
             predicted[case] = predictor.predict(case.words, config, build_plan(config))
-    (home / "predicted.json").write_text(json.dumps({one.words: made.step_s for one, made in predicted.items()}))
-    print(f"{'case':>4} {'predicted':>9} {'from':>7} {'to':>7} {'measured':>8} {'error':>6}", flush=True)
+    (home / "predicted.json").write_text(
+        json.dumps({one.words: made.step_s for one, made in predicted.items()})
+    )
+    print(
+        f"{'case':>4} {'predicted':>9} {'from':>7} {'to':>7} {'measured':>8} {'error':>6}",
+        flush=True,
+    )
     measured = {}
     for case in cases:
         number = all_cases.index(case) + 1
@@ -235,26 +286,43 @@ def main() -> int:
         measured[case], made = measured_step_s(folder), predicted[case]
         times = f"{made.step_s:>9.3f} {made.low_s:>7.3f} {made.high_s:>7.3f} {measured[case]:>8.3f}"
         error = made.step_s / measured[case] - 1
-        print(f"{number:>4} {times} {error:>+6.1%}  {case.shape} {case.words} ({took_s:.0f} s)", flush=True)
+        print(
+            f"{number:>4} {times} {error:>+6.1%}  {case.shape} {case.words} ({took_s:.0f} s)",
+            flush=True,
+        )
     errors = [abs(predicted[case].step_s / measured[case] - 1) for case in cases]
-    inside = sum(predicted[case].low_s <= measured[case] <= predicted[case].high_s for case in cases)
-    print(f"{len(cases)} cases: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    inside = sum(
+        predicted[case].low_s <= measured[case] <= predicted[case].high_s for case in cases
+    )
+    print(
+        f"{len(cases)} cases: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}"
+    )
     print(f"inside the predicted interval: {inside}")
     print_choice(cases, {case: one.step_s for case, one in predicted.items()}, measured)
     return 0
 
 
-def print_choice(cases: tuple[Case, ...], predicted: dict[Case, float], measured: dict[Case, float]) -> None:
-    """For the most frequent work among the cases: the preferred placement compared with the best measured one."""
+def print_choice(
+    cases: tuple[Case, ...], predicted: dict[Case, float], measured: dict[Case, float]
+) -> None:
+    """For the most frequent work among the cases: the preferred placement compared with the best
+    measured one."""
     placements = ("placement.", "trainer.n_gpus_per_node")
     works: dict[str, list[Case]] = {}
     for case in cases:
-        work = " ".join([case.shape, *(word for word in case.words.split() if not word.startswith(placements))])
+        work = " ".join(
+            [case.shape, *(word for word in case.words.split() if not word.startswith(placements))]
+        )
         works.setdefault(work, []).append(case)
     same = max(works.values(), key=len)
-    chosen, best = min(same, key=lambda case: predicted[case]), min(same, key=lambda case: measured[case])
+    chosen, best = (
+        min(same, key=lambda case: predicted[case]),
+        min(same, key=lambda case: measured[case]),
+    )
     ratio = measured[chosen] / measured[best]
-    print(f"of {len(same)} placements of the same work, the chosen one takes {ratio:.3f} times the best one's step")
+    print(
+        f"of {len(same)} placements of the same work, the chosen one takes {ratio:.3f} times the best one's step"
+    )
     print(f"  chosen: {chosen.words}\n  best: {best.words}")
 
 

@@ -1,11 +1,12 @@
-"""Kill random workers at random moments of a running workload, and see that every kill becomes one clean error.
+"""Kill random workers at random moments of a running workload, and see that every kill becomes one
+clean error.
 
     python benchmarks/random_kills.py [--kills 100] [--seed 1]
 
-Each round starts two pools of two processes on one Ray, keeps them busy with dependent calls and collectives, kills
-one process (SIGKILL) at a random moment, and waits for the WorkerError. Prints how many were clean (a WorkerError
-that names the pid that was killed), the longest wait, and what was left behind. Goal: all clean, none over 5 s,
-nothing left.
+Each round starts two pools of two processes on one Ray, keeps them busy with dependent calls and
+collectives, kills one process (SIGKILL) at a random moment, and waits for the WorkerError. Prints
+how many were clean (a WorkerError that names the pid that was killed), the longest wait, and what
+was left behind. Goal: all clean, none over 5 s, nothing left.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ class Busy(Worker):
 
 
 def one_round(randomness: random.Random) -> tuple[bool, float, str, list[int]]:
-    """Returns: clean, seconds from kill to error, what was raised, pids of the round's processes."""
-    pools = ResourcePoolManager({"left": [2], "right": [2]}, {Role.Actor: "left", Role.Critic: "right"})
+    """Returns: clean, seconds from kill to error, what was raised, pids of the round's
+    processes."""
+    pools = ResourcePoolManager(
+        {"left": [2], "right": [2]}, {Role.Actor: "left", Role.Critic: "right"}
+    )
     with Cluster(place(pools, [4], device="cpu")) as cluster:
         left = cluster.groups["left"].add_role("left", Busy)
         right = cluster.groups["right"].add_role("right", Busy)
@@ -69,28 +73,45 @@ def one_round(randomness: random.Random) -> tuple[bool, float, str, list[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     randomness = random.Random(options.seed)
     torch.set_num_threads(1)
     shared_before = {path.name for path in Path("/dev/shm").iterdir()}
-    ray.init(address="local", num_cpus=5, include_dashboard=False, logging_level="WARNING", log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=5,
+        include_dashboard=False,
+        logging_level="WARNING",
+        log_to_driver=False,
+    )
     outcomes, orphans = [], 0
     for number in range(options.kills):
         clean, took, message, pids = one_round(randomness)
         time.sleep(0.5)
-        alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        alive = [
+            pid
+            for pid in pids
+            if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        ]
         orphans += len(alive)
         outcomes.append((clean, took))
-        print(f"{number + 1:4} {'clean' if clean else 'NOT CLEAN'} {took:5.2f} s  {message[:150]}", flush=True)
+        print(
+            f"{number + 1:4} {'clean' if clean else 'NOT CLEAN'} {took:5.2f} s  {message[:150]}",
+            flush=True,
+        )
     ray.shutdown()
     time.sleep(1)
     left_behind = sorted({path.name for path in Path("/dev/shm").iterdir()} - shared_before)
     print(f"clean errors: {sum(clean for clean, _ in outcomes)} of {len(outcomes)}")
     print(f"longest wait: {max(took for _, took in outcomes):.2f} s (goal: at most {LIMIT_S:.0f})")
-    print(f"processes left: {orphans}; files left in shared memory: {len(left_behind)} {left_behind}")
+    print(
+        f"processes left: {orphans}; files left in shared memory: {len(left_behind)} {left_behind}"
+    )
 
 
 if __name__ == "__main__":

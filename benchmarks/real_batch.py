@@ -1,11 +1,13 @@
-"""One step of GRPO with a pretrained model, compared number by number with plain transformers code in float32.
+"""One step of GRPO with a pretrained model, compared number by number with plain transformers code
+in float32.
 
     python benchmarks/real_batch.py MODEL_FOLDER [--prompts 8] [--samples 8] [key=value...]
 
-rolepool trains one step in its own processes. Then plain code loads the same model, takes the tokens and scores of that
-step, and computes log-probs, advantages, the loss and its gradient from their definitions. The gradient of rolepool is
-read from the checkpoint: after the first update, AdamW's first moment is 0.1 times the gradient. Prints the largest
-differences, and ends with code 1 if one is larger than rounding in float32 explains.
+rolepool trains one step in its own processes. Then plain code loads the same model, takes the
+tokens and scores of that step, and computes log-probs, advantages, the loss and its gradient from
+their definitions. The gradient of rolepool is read from the checkpoint: after the first update,
+AdamW's first moment is 0.1 times the gradient. Prints the largest differences, and ends with code 1
+if one is larger than rounding in float32 explains.
 
 Needs the extra reasoning-gym, unless `data.train_files` names another file.
 """
@@ -77,9 +79,12 @@ def log_probs_of(model: Any, prompt: list[int], response: list[int], temperature
 
 
 def advantages_of(scores: Tensor, num_samples: int) -> Tensor:
-    """GRPO: scores of each prompt's responses, minus their mean, divided by their standard deviation."""
+    """GRPO: scores of each prompt's responses, minus their mean, divided by their standard
+    deviation."""
     groups = scores.view(-1, num_samples)
-    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+    return (
+        (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
+    ).flatten()
 
 
 def moments(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -91,7 +96,9 @@ def moments(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
@@ -106,9 +113,13 @@ def main() -> int:
     tokens = step.calls["gen"][0].get(keys=TOKENS).batch
     responses = [row.tolist() for row in rows_of_responses(tokens)]
     rows = [row.tolist() for row in tokens["input_ids"].unbind()]
-    prompts = [row[: len(row) - len(response)] for row, response in zip(rows, responses, strict=True)]
+    prompts = [
+        row[: len(row) - len(response)] for row, response in zip(rows, responses, strict=True)
+    ]
     mask = step.estimated.mask
-    old_log_probs = pad_ragged(step.calls["old_log_prob"][0].get(keys=["old_log_probs"]).batch["old_log_probs"])
+    old_log_probs = pad_ragged(
+        step.calls["old_log_prob"][0].get(keys=["old_log_probs"]).batch["old_log_probs"]
+    )
     temperature = trainer.config.actor_rollout_ref.rollout.temperature
 
     torch.set_num_threads(2)
@@ -121,18 +132,23 @@ def main() -> int:
         log_probs = log_probs_of(model, prompt, response, temperature)
         ours = old_log_probs[number, : len(response)]
         worst_log_prob = max(worst_log_prob, float((log_probs.detach() - ours).abs().max()))
-        # Before the first update the ratio is 1, so clipping does nothing, and the loss is the mean over tokens.
+        # Before the first update the ratio is 1, so clipping does nothing, and the loss is the mean
+        # over tokens.
         ratio = torch.exp(log_probs - log_probs.detach())
         part = -(advantages[number] * ratio).sum() / num_tokens
         part.backward()
         loss += float(part.detach())
     theirs_advantages = step.estimated.tensors["advantages"][mask]
-    expected = torch.cat([advantages[n].repeat(len(response)) for n, response in enumerate(responses)])
+    expected = torch.cat(
+        [advantages[n].repeat(len(response)) for n, response in enumerate(responses)]
+    )
     squares, errors = 0.0, 0.0
     for name, weight in model.named_parameters():
         if name in theirs and weight.grad is not None:
             squares += float(weight.grad.double().square().sum())
-            errors += float((theirs[name].double() / MOMENT_SHARE - weight.grad.double()).square().sum())
+            errors += float(
+                (theirs[name].double() / MOMENT_SHARE - weight.grad.double()).square().sum()
+            )
     found = {
         "log-probs": worst_log_prob,
         "advantages": float((theirs_advantages - expected).abs().max()),
@@ -142,7 +158,9 @@ def main() -> int:
     mean_score = float(step.estimated.scored.batch["scores"].mean())
     print(f"{len(responses)} responses, {num_tokens} tokens, mean score {mean_score:.3f}")
     print(f"plain code: loss {loss:.6f}, norm of the gradient {squares**0.5:.4f}")
-    print(f"rolepool:   loss {logged['actor/pg_loss']:.6f}, norm of the gradient {logged['actor/grad_norm']:.4f}")
+    print(
+        f"rolepool:   loss {logged['actor/pg_loss']:.6f}, norm of the gradient {logged['actor/grad_norm']:.4f}"
+    )
     for name, difference in found.items():
         print(f"largest difference of {name}: {difference:.2g} (limit {LIMITS[name]:g})")
     return int(any(difference > LIMITS[name] for name, difference in found.items()))

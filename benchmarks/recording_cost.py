@@ -1,11 +1,13 @@
-"""What recording costs: time spent on spans, their analysis and the monitor, against the time of a step.
+"""What recording costs: time spent on spans, their analysis and the monitor, against the time of a
+step.
 
     python benchmarks/recording_cost.py [--steps 20] [recipe]
 
-Trains the split demo for real and counts, on the driver, the time inside what writes spans down, analyses them and
-takes the monitor's samples; and on a worker the time to make a span and count what it handled, measured on a batch of
-the demo's size and multiplied by the calls of a step. Prints both as a fraction of the mean step time, which is to be
-under 1%. The first steps do not count: the first sample waits for the monitor, which starts beside the run.
+Trains the split demo for real and counts, on the driver, the time inside what writes spans down,
+analyses them and takes the monitor's samples; and on a worker the time to make a span and count
+what it handled, measured on a batch of the demo's size and multiplied by the calls of a step.
+Prints both as a fraction of the mean step time, which is to be under 1%. The first steps do not
+count: the first sample waits for the monitor, which starts beside the run.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ def of_a_call(num_rows: int, width: int) -> float:
     """Seconds that a worker spends on the record of one call."""
     lengths = torch.full((num_rows,), width)
     names = ("input_ids", "old_log_probs", "values", "advantages")
-    batch = DataProto.from_dict({name: ragged(torch.ones(num_rows * width), lengths) for name in names})
+    batch = DataProto.from_dict(
+        {name: ragged(torch.ones(num_rows * width), lengths) for name in names}
+    )
     statm = os.open("/proc/self/statm", os.O_RDONLY)
     start = time.perf_counter()
     for _ in range(NUM_CALLS):
@@ -83,7 +87,9 @@ def of_a_call(num_rows: int, width: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe", nargs="?", default=str(ROOT / "recipes" / "demo_split.yaml"))
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
@@ -115,9 +121,13 @@ def main() -> None:
     watch.seconds["make spans (on a rank)"] = of_a_call(256, 12) * calls_a_rank * len(step_s)
     print(f"{len(step_s)} steps of {mean_s * 1000:.0f} ms, {calls_a_step:.1f} spans a step")
     for name, seconds in watch.seconds.items():
-        print(f"{name:24} {seconds / len(step_s) * 1000:8.3f} ms a step {seconds / sum(step_s):8.3%}")
+        print(
+            f"{name:24} {seconds / len(step_s) * 1000:8.3f} ms a step {seconds / sum(step_s):8.3%}"
+        )
     total = sum(watch.seconds.values()) / sum(step_s)
-    print(f"{'all':24} {total * mean_s * 1000:8.3f} ms a step {total:8.3%} of the step (goal: under 1%)")
+    print(
+        f"{'all':24} {total * mean_s * 1000:8.3f} ms a step {total:8.3%} of the step (goal: under 1%)"
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""A 64 MiB batch of 8 keys to 4 workers and back, and a chain of three calls over two pools, against bare Ray.
+"""A 64 MiB batch of 8 keys to 4 workers and back, and a chain of three calls over two pools,
+against bare Ray.
 
     python benchmarks/scatter_gather.py [--rounds 15] [--mib 64]
 
-Scatter and gather: rolepool, against bare Ray actors that are each sent a cloned chunk, against chunk views (which
-pickle their whole storage), and against clones with Ray's own zero-copy switch on. Goals: at least 3x the clones, and
-not slower than the switch.
-Chain: one pool makes such a batch, the other takes and returns it, the first reads it and answers with a number, as
-generating, scoring and updating do. Futures handed from pool to pool, against getting and re-sending each result.
-Goal: at least 2.2x.
+Scatter and gather: rolepool, against bare Ray actors that are each sent a cloned chunk, against
+chunk views (which pickle their whole storage), and against clones with Ray's own zero-copy switch
+on. Goals: at least 3x the clones, and not slower than the switch. Chain: one pool makes such a
+batch, the other takes and returns it, the first reads it and answers with a number, as generating,
+scoring and updating do. Futures handed from pool to pool, against getting and re-sending each
+result. Goal: at least 2.2x.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class BareEcho:
 def make_batch(num_mib: int, num_rows: int = NUM_ROWS) -> dict[str, torch.Tensor]:
     """Rows of a batch of NUM_ROWS rows that has `num_mib` in all."""
     width = num_mib * 2**20 // 4 // NUM_KEYS // NUM_ROWS
-    return {f"key_{index}": torch.full((num_rows, width), float(index)) for index in range(NUM_KEYS)}
+    return {
+        f"key_{index}": torch.full((num_rows, width), float(index)) for index in range(NUM_KEYS)
+    }
 
 
 def seconds(action: Callable[[], Any]) -> float:
@@ -73,7 +76,9 @@ def seconds(action: Callable[[], Any]) -> float:
     return took
 
 
-def with_bare_actors(actors: list[Any], batch: dict[str, torch.Tensor], clone: bool) -> dict[str, torch.Tensor]:
+def with_bare_actors(
+    actors: list[Any], batch: dict[str, torch.Tensor], clone: bool
+) -> dict[str, torch.Tensor]:
     """Cut, send each worker its part, get the answers and put them together."""
     pieces = {key: value.chunk(len(actors)) for key, value in batch.items()}
     parts = [
@@ -85,10 +90,11 @@ def with_bare_actors(actors: list[Any], batch: dict[str, torch.Tensor], clone: b
 
 
 def start_ray() -> None:
-    """With a small object store, so that all ways soon run on memory that has been written to before.
+    """With a small object store, so that all ways soon run on memory that has been written to
+    before.
 
-    In a large one every object would lie on new pages for a long time, and what is measured would be the kernel's
-    first touch of them.
+    In a large one every object would lie on new pages for a long time, and what is measured would
+    be the kernel's first touch of them.
     """
     ray.init(
         address="local",
@@ -105,20 +111,33 @@ def time_bare_clones(rounds: int, num_mib: int) -> list[float]:
     start_ray()
     actors = [ray.remote(BareEcho).options(num_cpus=1).remote() for _ in range(NUM_WORKERS)]
     batch = make_batch(num_mib)
-    times = [seconds(lambda: with_bare_actors(actors, batch, clone=True)) for _ in range(rounds + 2)]
+    times = [
+        seconds(lambda: with_bare_actors(actors, batch, clone=True)) for _ in range(rounds + 2)
+    ]
     ray.shutdown()
     return times[2:]
 
 
 def with_switch(rounds: int, num_mib: int) -> list[float]:
-    command = [sys.executable, __file__, "--rounds", str(rounds), "--mib", str(num_mib), "--bare-clones-only"]
+    command = [
+        sys.executable,
+        __file__,
+        "--rounds",
+        str(rounds),
+        "--mib",
+        str(num_mib),
+        "--bare-clones-only",
+    ]
     environment = {**os.environ, SWITCH: "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=True).stdout
+    output = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=600, check=True
+    ).stdout
     return [float(number) for number in re.findall(r"took (\S+)", output)]
 
 
 def alternating(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """All ways in turn, so that whatever else the machine does falls on all alike; the first rounds warm up."""
+    """All ways in turn, so that whatever else the machine does falls on all alike; the first rounds
+    warm up."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for round_number in range(rounds + 3):
         for name, way in ways.items():
@@ -143,21 +162,28 @@ def time_scatter_and_gather(rounds: int, num_mib: int) -> dict[str, list[float]]
             rounds,
         )
         times.update(
-            alternating({"bare Ray, chunk views": lambda: with_bare_actors(actors, batch, clone=False)}, rounds)
+            alternating(
+                {"bare Ray, chunk views": lambda: with_bare_actors(actors, batch, clone=False)},
+                rounds,
+            )
         )
     return times
 
 
 def time_chain(rounds: int, num_mib: int) -> dict[str, list[float]]:
     half = NUM_WORKERS // 2
-    pools = ResourcePoolManager({"left": [half], "right": [half]}, {Role.Actor: "left", Role.Critic: "right"})
+    pools = ResourcePoolManager(
+        {"left": [half], "right": [half]}, {Role.Actor: "left", Role.Critic: "right"}
+    )
     with Cluster(place(pools, [NUM_WORKERS], device="cpu")) as cluster:
         left = cluster.groups["left"].add_role("left", Echo)
         right = cluster.groups["right"].add_role("right", Echo)
         seeds = DataProto.from_dict({"seed": torch.arange(NUM_ROWS)})
         return alternating(
             {
-                "chain, futures": lambda: float(sum(left.read(right.echo(left.make(seeds, num_mib))).get())),
+                "chain, futures": lambda: float(
+                    sum(left.read(right.echo(left.make(seeds, num_mib))).get())
+                ),
                 "chain, get and re-send": lambda: float(
                     sum(left.read(right.echo(left.make(seeds, num_mib).get()).get()).get())
                 ),
@@ -167,7 +193,9 @@ def time_chain(rounds: int, num_mib: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--bare-clones-only", action="store_true", help=argparse.SUPPRESS)
@@ -184,11 +212,19 @@ def main() -> None:
     middle = {name: statistics.median(values) for name, values in times.items()}
     for name, took in middle.items():
         print(f"{name:32} {took * 1e3:8.1f} ms")
-    print("scatter and gather, times as fast (goals: 3 against cloned chunks, 1 against the switch):")
-    for name in ("bare Ray, cloned chunks", "bare Ray, chunk views", "bare Ray, its zero-copy switch"):
+    print(
+        "scatter and gather, times as fast (goals: 3 against cloned chunks, 1 against the switch):"
+    )
+    for name in (
+        "bare Ray, cloned chunks",
+        "bare Ray, chunk views",
+        "bare Ray, its zero-copy switch",
+    ):
         print(f"  {middle[name] / middle['rolepool']:.2f} against {name}")
     print("chain of three calls, times as fast (goal: 2.2):")
-    print(f"  {middle['chain, get and re-send'] / middle['chain, futures']:.2f} against getting and re-sending")
+    print(
+        f"  {middle['chain, get and re-send'] / middle['chain, futures']:.2f} against getting and re-sending"
+    )
 
 
 if __name__ == "__main__":

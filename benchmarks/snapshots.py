@@ -1,12 +1,14 @@
-"""What snapshots in shared memory cost: the step with a snapshot after every step, against the step without any.
+"""What snapshots in shared memory cost: the step with a snapshot after every step, against the step
+without any.
 
     python benchmarks/snapshots.py [--rounds 4] [--steps 40] [recipe]
 
-Trains the demo in turn with `trainer.snapshot_freq=1` and `-1`, for some rounds, and prints the median time of a step
-of each run and of all runs, and their ratio. Other work on the machine changes these times, so it also prints what does
-not depend on it as much, as a share of the step: the time that a rank spends in its `take_snapshot` calls, and the time
-that the driver spends on them while the ranks work. The first steps do not count, because the memory of the two
-snapshots is new in them.
+Trains the demo in turn with `trainer.snapshot_freq=1` and `-1`, for some rounds, and prints the
+median time of a step of each run and of all runs, and their ratio. Other work on the machine
+changes these times, so it also prints what does not depend on it as much, as a share of the step:
+the time that a rank spends in its `take_snapshot` calls, and the time that the driver spends on
+them while the ranks work. The first steps do not count, because the memory of the two snapshots is
+new in them.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ GOAL = 1.02
 
 
 class Meter(Observer):
-    """Notes the snapshots that a run takes: the seconds of the calls on each rank, and of the driver to queue them."""
+    """Notes the snapshots that a run takes: the seconds of the calls on each rank, and of the
+    driver to queue them."""
 
     def __init__(self, last_step: int) -> None:
         self._last_step = last_step
@@ -70,7 +73,8 @@ class Meter(Observer):
 
     @property
     def rank_s(self) -> float:
-        """The seconds of a rank for a snapshot of all its roles: medians over the steps, and the slowest rank."""
+        """The seconds of a rank for a snapshot of all its roles: medians over the steps, and the
+        slowest rank."""
         ranks: dict[tuple[str, int], float] = defaultdict(float)
         for (pool, rank, _), seconds in self._seconds.items():
             ranks[pool, rank] += median(seconds[NUM_WARM_STEPS:])
@@ -82,7 +86,9 @@ class Meter(Observer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe", nargs="?", default=str(ROOT / "recipes" / "demo.yaml"))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
@@ -102,23 +108,36 @@ def main() -> None:
         ]
         for number in range(options.rounds):
             for every in (1, -1) if number % 2 else (-1, 1):
-                run = [f"trainer.snapshot_freq={every}", f"trainer.default_local_dir={folder}/run_{number}_{every}"]
+                run = [
+                    f"trainer.snapshot_freq={every}",
+                    f"trainer.default_local_dir={folder}/run_{number}_{every}",
+                ]
                 trainer = Trainer(load_config([options.recipe], [*words, *run]))
                 trainer.observer = meter = Meter(options.steps)
                 with meter.watch():
                     trainer.run()
                 rows = read_run(trainer.folder.path).metrics
-                taken = [row["timing_s/step"] for step, row in rows.items() if step > NUM_WARM_STEPS]
+                taken = [
+                    row["timing_s/step"] for step, row in rows.items() if step > NUM_WARM_STEPS
+                ]
                 times[every] += taken
-                print(f"round {number + 1}, trainer.snapshot_freq={every:>2}: {median(taken):.4f} s a step", flush=True)
+                print(
+                    f"round {number + 1}, trainer.snapshot_freq={every:>2}: {median(taken):.4f} s a step",
+                    flush=True,
+                )
                 if every > 0:
                     rank_s.append(meter.rank_s)
                     driver_s.append(meter.driver_s)
     with_s, without_s = median(times[1]), median(times[-1])
     print(f"all rounds: {with_s:.4f} s with snapshots, {without_s:.4f} s without")
     print(f"ratio of the medians: {with_s / without_s:.3f} (goal: at most {GOAL})")
-    for name, seconds in {"a rank in take_snapshot": rank_s, "the driver, beside the ranks": driver_s}.items():
-        print(f"{name}: {median(seconds) * 1000:.2f} ms a step, {median(seconds) / without_s:.2%} of it")
+    for name, seconds in {
+        "a rank in take_snapshot": rank_s,
+        "the driver, beside the ranks": driver_s,
+    }.items():
+        print(
+            f"{name}: {median(seconds) * 1000:.2f} ms a step, {median(seconds) / without_s:.2%} of it"
+        )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python benchmarks/soak.py [--steps 2000] [--kills 20]
 
-The run is the tiny demo of benchmarks/chaos.py on CPU slots. At random steps (the seed is fixed) one of its worker
-processes gets a SIGKILL. Prints the memory of the driver, of the workers of each pool, of Ray's GCS server and of the
-object store in the first and in the last fifth of the run, their ratio, the restarts, and what is left in /dev/shm and
-in the folder of Ray's files.
+The run is the tiny demo of benchmarks/chaos.py on CPU slots. At random steps (the seed is fixed)
+one of its worker processes gets a SIGKILL. Prints the memory of the driver, of the workers of each
+pool, of Ray's GCS server and of the object store in the first and in the last fifth of the run,
+their ratio, the restarts, and what is left in /dev/shm and in the folder of Ray's files.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Soak(Observer):
             if process.name() == "gcs_server":
                 used["GCS server"] = process.memory_info().rss
         (node,) = ray.nodes()
-        stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+        stats = node_stats(
+            node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False
+        )
         used["object store"] = stats.store_stats.object_store_bytes_used
         for name, num_bytes in used.items():
             self.samples[name].append((step, num_bytes / 2**20))
@@ -91,8 +93,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         keys = [*demo_keys(Path(folder) / "demo"), f"trainer.total_training_steps={options.steps}"]
-        keys += ["trainer.test_freq=-1", "trainer.save_freq=500", f"trainer.default_local_dir={run}"]
-        keys += ["data.train_batch_size=8", "trainer.max_actor_ckpt_to_keep=1", "trainer.max_critic_ckpt_to_keep=1"]
+        keys += [
+            "trainer.test_freq=-1",
+            "trainer.save_freq=500",
+            f"trainer.default_local_dir={run}",
+        ]
+        keys += [
+            "data.train_batch_size=8",
+            "trainer.max_actor_ckpt_to_keep=1",
+            "trainer.max_critic_ckpt_to_keep=1",
+        ]
         trainer = Trainer(load_config([], keys))
         trainer.observer, soak.trainer = soak, trainer
         start_s = time.monotonic()
@@ -102,7 +112,9 @@ def main() -> int:
     restarts = [row["restart"] for row in rows if "restart" in row]
     steps = [row["step"] for row in rows if "timing_s/step" in row]
     is_whole = steps == list(range(1, options.steps + 1))
-    print(f"{options.steps} steps in {seconds:.0f} s, {len(restarts)} restarts, every step once: {is_whole}")
+    print(
+        f"{options.steps} steps in {seconds:.0f} s, {len(restarts)} restarts, every step once: {is_whole}"
+    )
     flat = True
     print(f"{'memory, MiB (median)':<22} {'first fifth':>11} {'last fifth':>11} {'ratio':>6}")
     for name, samples in soak.samples.items():

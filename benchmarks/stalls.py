@@ -1,12 +1,13 @@
-"""Stop a rank, or let a reward function never return, in a run that trains, and see how long the message takes.
+"""Stop a rank, or let a reward function never return, in a run that trains, and see how long the
+message takes.
 
     python benchmarks/stalls.py --limit 5                        all cases
     python benchmarks/stalls.py --case "rank 1" --case sleeps    those with these words, with rolepool's own limits
 
-Each case is a run of the demo task on two CPU processes. After its second step comes the fault. The limits of stalls
-and of reward functions are `--limit` seconds, if it is given. Prints a table: seconds from the fault to the message,
-seconds from the fault to the end of the next step, the message or the error that names the cause, and how the run
-ended.
+Each case is a run of the demo task on two CPU processes. After its second step comes the fault. The
+limits of stalls and of reward functions are `--limit` seconds, if it is given. Prints a table:
+seconds from the fault to the message, seconds from the fault to the end of the next step, the
+message or the error that names the cause, and how the run ended.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class Fault(Observer):
         self.told_s, self.line = time.monotonic(), line
 
 
-def run(demo: Demo, folder: Path, code: str | None, victim: tuple[str, int], *more: str) -> list[str]:
+def run(
+    demo: Demo, folder: Path, code: str | None, victim: tuple[str, int], *more: str
+) -> list[str]:
     """One case; a row of the table."""
     fault_file, reward = folder / "fault", folder / "reward.py"
     folder.mkdir()
@@ -109,9 +112,18 @@ def run(demo: Demo, folder: Path, code: str | None, victim: tuple[str, int], *mo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=float, help="seconds; default: the limits that rolepool has")
-    parser.add_argument("--case", action="append", default=[], help="words in the name of a case; default: all cases")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--limit", type=float, help="seconds; default: the limits that rolepool has"
+    )
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        help="words in the name of a case; default: all cases",
+    )
     options = parser.parse_args()
     limits = [f"{key}={options.limit}" for key in LIMIT_KEYS] if options.limit else []
     zero = "custom_reward_function.on_error=zero"

@@ -1,6 +1,8 @@
-"""REINFORCE on worker groups: one's own algorithm, without rolepool's trainer. Runs on two CPU processes.
+"""REINFORCE on worker groups: one's own algorithm, without rolepool's trainer. Runs on two CPU
+processes.
 
-The task: the prompt is a letter, and the answer must be the next letter. The policy is one linear layer.
+The task: the prompt is a letter, and the answer must be the next letter. The policy is one linear
+layer.
 
     python examples/own_algorithm.py
 """
@@ -32,7 +34,8 @@ class Policy(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update(self, data: DataProto) -> float:
-        """One policy gradient step. The gradients are averaged over the ranks, so their weights stay equal."""
+        """One policy gradient step. The gradients are averaged over the ranks, so their weights
+        stay equal."""
         log_probs = -cross_entropy(self.logits(data), data.batch["answers"], reduction="none")
         loss = -(log_probs * data.batch["advantages"]).mean()
         self.optimizer.zero_grad()

@@ -14,9 +14,26 @@ from rolepool.data import given
 from rolepool.trainer import console
 
 SECTIONS = {
-    "Plan, train, read a run": ["load_config", "plan", "train", "Run", "PlanSummary", "LoadedConfig", "Config"],
+    "Plan, train, read a run": [
+        "load_config",
+        "plan",
+        "train",
+        "Run",
+        "PlanSummary",
+        "LoadedConfig",
+        "Config",
+    ],
     "Worker groups": [
-        *("Cluster", "WorkerGroup", "Worker", "register", "Dispatch", "Execute", "DataProto", "DataProtoFuture"),
+        *(
+            "Cluster",
+            "WorkerGroup",
+            "Worker",
+            "register",
+            "Dispatch",
+            "Execute",
+            "DataProto",
+            "DataProtoFuture",
+        ),
         *("Role", "ResourcePool", "ResourcePoolManager"),
     ],
     "Functions of your own": ["register_adv_est", "register_policy_loss"],
@@ -45,9 +62,21 @@ print(run.metrics())
 run.report()
 ```
 """
-MADE_BY_OTHERS = {"WorkerGroup": ["add_role", "role"], "DataProtoFuture": None, "LoadedConfig": None}
-"""Classes that no program constructs itself, and which of their methods are shown; None shows all."""
-FOR_THE_TRAINER = {"prepare", "switch", "start_monitors", "start_watchdog", "measure", "gpu_memory_bytes"}
+MADE_BY_OTHERS = {
+    "WorkerGroup": ["add_role", "role"],
+    "DataProtoFuture": None,
+    "LoadedConfig": None,
+}
+"""Classes that no program constructs itself, and which of their methods are shown; None shows
+all."""
+FOR_THE_TRAINER = {
+    "prepare",
+    "switch",
+    "start_monitors",
+    "start_watchdog",
+    "measure",
+    "gpu_memory_bytes",
+}
 FOR_THE_TRAINER |= {"num_live_nodes", "from_columns", "columns", "like"}
 FOR_THE_TRAINER |= {"uses_critic", "estimator_needs_critic", "uses_reference"}
 """Methods that are public only because other packages of rolepool call them."""
@@ -58,14 +87,27 @@ MAX_WIDTH = 100
 def markdown() -> str:
     """The page."""
     listed = {name for names in SECTIONS.values() for name in names}
-    assert listed == set(rolepool.__all__) - {"__version__"}, "every public name belongs to one section"
+    assert listed == set(rolepool.__all__) - {"__version__"}, (
+        "every public name belongs to one section"
+    )
     parts = [INTRODUCTION]
     for title, names in SECTIONS.items():
         parts += [f"## {title}\n", *(describe(name) for name in names)]
     classes = [kind for kind in vars(errors).values() if inspect.isclass(kind)]
-    kinds = [kind for kind in classes if issubclass(kind, errors.RolepoolError) and kind is not errors.RolepoolError]
-    lines = [f"- `{kind.__name__}`: {one_paragraph(inspect.getdoc(kind) or '')}\n" for kind in kinds]
-    aliases = [line for module in (api, given, console) for line in attributes(parsed(module)) if line[1:3].istitle()]
+    kinds = [
+        kind
+        for kind in classes
+        if issubclass(kind, errors.RolepoolError) and kind is not errors.RolepoolError
+    ]
+    lines = [
+        f"- `{kind.__name__}`: {one_paragraph(inspect.getdoc(kind) or '')}\n" for kind in kinds
+    ]
+    aliases = [
+        line
+        for module in (api, given, console)
+        for line in attributes(parsed(module))
+        if line[1:3].istitle()
+    ]
     types = [
         f"- {line}\n" for line in aliases if line[1:].startswith(("Source", "Data"))
     ]  # `train` explains the others
@@ -90,8 +132,14 @@ def describe(name: str) -> str:
     if "__init__" in methods and name not in MADE_BY_OTHERS:
         made = f"\n```python\n{signature(methods['__init__'], name, is_long=True)}\n```\n"
     shown = MADE_BY_OTHERS.get(name) or [one for one in methods if not one.startswith("_")]
-    documented = [methods[one] for one in shown if ast.get_docstring(methods[one]) and one not in FOR_THE_TRAINER]
-    members = "".join(f"- {member}\n" for member in [*attributes(node), *map(describe_method, documented)])
+    documented = [
+        methods[one]
+        for one in shown
+        if ast.get_docstring(methods[one]) and one not in FOR_THE_TRAINER
+    ]
+    members = "".join(
+        f"- {member}\n" for member in [*attributes(node), *map(describe_method, documented)]
+    )
     return f"### {name}\n{made}\n{text}\n" + (f"\n{members}" if members else "")
 
 
@@ -109,7 +157,8 @@ def attributes(node: ast.ClassDef | ast.Module) -> Iterator[str]:
 
 
 def declaration(one: ast.AnnAssign | ast.Assign) -> str:
-    """An attribute with its type and default, without `field(...)`, which says nothing to a reader."""
+    """An attribute with its type and default, without `field(...)`, which says nothing to a
+    reader."""
     if isinstance(one, ast.AnnAssign) and isinstance(one.value, ast.Call):
         return f"{ast.unparse(one.target)}: {ast.unparse(one.annotation)}"
     return ast.unparse(one)
@@ -125,7 +174,8 @@ def describe_method(node: ast.FunctionDef) -> str:
 
 
 def signature(node: ast.FunctionDef, name: str, *, is_long: bool = False) -> str:
-    """`name(parameters) -> type`, without `self`. If `is_long`, parameters have types, one in a line if it is long."""
+    """`name(parameters) -> type`, without `self`. If `is_long`, parameters have types, one in a
+    line if it is long."""
     result = ""
     if node.returns and node.name != "__init__":
         result = f" -> {ast.unparse(node.returns)}"

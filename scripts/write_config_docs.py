@@ -49,7 +49,15 @@ def markdown() -> str:
         section = _heading_of(key)
         if section != heading:
             heading = section
-            lines.extend(["", f"## {section}", "", "| key | default (type) | meaning |", "| --- | --- | --- |"])
+            lines.extend(
+                [
+                    "",
+                    f"## {section}",
+                    "",
+                    "| key | default (type) | meaning |",
+                    "| --- | --- | --- |",
+                ]
+            )
         same = first_with.setdefault(key.doc, key.path)
         lines.append(_row(key, key.doc if same == key.path else f"see `{same}`"))
     return "\n".join(lines) + "\n"
@@ -73,7 +81,9 @@ def _type_in_brackets(key: Key) -> str:
     if text == "text" and key.default:
         return ""
     choices = text.removeprefix("one of ").split(", ")
-    if text.startswith("one of ") and all(re.search(rf"\b{re.escape(choice)}\b", key.doc) for choice in choices):
+    if text.startswith("one of ") and all(
+        re.search(rf"\b{re.escape(choice)}\b", key.doc) for choice in choices
+    ):
         return ""
     for words, symbols in SHORTER.items():
         text = text.replace(words, symbols)

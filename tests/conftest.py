@@ -2,9 +2,15 @@
 
 import os
 
-os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before anything starts OpenMP threads, which spin while they wait
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # for small tensors the fastest; whoever tests more threads sets it
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a hub; a name that is no folder is to fail at once
+os.environ["OMP_WAIT_POLICY"] = (
+    "PASSIVE"  # before anything starts OpenMP threads, which spin while they wait
+)
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # for small tensors the fastest; whoever tests more threads sets it
+os.environ["HF_HUB_OFFLINE"] = (
+    "1"  # no test needs a hub; a name that is no folder is to fail at once
+)
 
 import signal
 import subprocess
@@ -16,7 +22,8 @@ import pytest
 
 from commands import Outcome
 
-# A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
+# A shell's background job ignores Ctrl-C, and so would every process that a test starts and
+# interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
@@ -32,7 +39,8 @@ def root() -> Path:
 def rolepool(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., Outcome]:
-    """`rolepool ARGUMENTS` in this process, in the checkout, without colour and with an empty model cache."""
+    """`rolepool ARGUMENTS` in this process, in the checkout, without colour and with an empty model
+    cache."""
     from rolepool.cli import main
 
     monkeypatch.chdir(ROOT)
@@ -56,7 +64,13 @@ def python() -> Callable[..., "subprocess.CompletedProcess[str]"]:
     def call(*arguments: str, **options: object) -> "subprocess.CompletedProcess[str]":
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
         environment.pop("PYTHONUNBUFFERED", None)
-        defaults = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment, "timeout": 120}
+        defaults = {
+            "capture_output": True,
+            "text": True,
+            "cwd": ROOT,
+            "env": environment,
+            "timeout": 120,
+        }
         return subprocess.run([sys.executable, *arguments], **{**defaults, **options})  # type: ignore[call-overload]
 
     return call

@@ -16,7 +16,8 @@ class Instruction(NamedTuple):
 
 
 def read_stages(file: Path) -> dict[str, list[Instruction]]:
-    """The instructions of each stage, those of the stages before it included. The first is always FROM an image."""
+    """The instructions of each stage, those of the stages before it included. The first is always
+    FROM an image."""
     text = re.sub(r"^\s*#.*\n", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
     stages: dict[str, list[Instruction]] = {}
     for line in text.replace("\\\n", " ").splitlines():
@@ -32,7 +33,8 @@ def read_stages(file: Path) -> dict[str, list[Instruction]]:
 
 
 def is_ignored(path: str, ignore_file: Path) -> bool:
-    """Whether docker does not send this path to the builder: the last rule that matches it or a folder above it."""
+    """Whether docker does not send this path to the builder: the last rule that matches it or a
+    folder above it."""
     ignored = False
     folders = [path, *(str(parent) for parent in Path(path).parents)]
     for rule in ignore_file.read_text(encoding="utf-8").splitlines():

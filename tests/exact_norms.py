@@ -1,8 +1,9 @@
 """Llama's norms in the precision of the model, with noise of more than its rounding.
 
-transformers computes them in float32, in a float64 model too. Then the last bit of a float64 number, which depends on
-the CPU, decides now and then to which float32 number it is rounded, and a difference of 1e-16 becomes one of 1e-8.
-With these norms a test in float64 can compare to 1e-9 on every CPU, and the noise shows that it does.
+transformers computes them in float32, in a float64 model too. Then the last bit of a float64
+number, which depends on the CPU, decides now and then to which float32 number it is rounded, and a
+difference of 1e-16 becomes one of 1e-8. With these norms a test in float64 can compare to 1e-9 on
+every CPU, and the noise shows that it does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def use_exact_norms() -> None:
 
 
 def exact_norm() -> Callable[[LlamaRMSNorm, Tensor], Tensor]:
-    """A `forward` whose noise differs between calls and between ranks, and is the same in every run of a test."""
+    """A `forward` whose noise differs between calls and between ranks, and is the same in every run
+    of a test."""
     generators: list[torch.Generator] = []
 
     def forward(self: LlamaRMSNorm, hidden_states: Tensor) -> Tensor:

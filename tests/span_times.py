@@ -14,7 +14,8 @@ def extent_s(spans: Iterable[Span]) -> float:
 
 
 def overlap_s(one: Iterable[Span], other: Iterable[Span]) -> float:
-    """How long both sets of spans were under way at the same time, each taken from its first start to its last end."""
+    """How long both sets of spans were under way at the same time, each taken from its first start
+    to its last end."""
     one, other = list(one), list(other)
     start = max(min(span.start_s for span in spans) for spans in (one, other))
     end = min(max(span.end_s for span in spans) for spans in (one, other))

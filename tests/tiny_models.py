@@ -1,4 +1,5 @@
-"""Small models of many architectures, with random weights, for tests of engines and of packed rows."""
+"""Small models of many architectures, with random weights, for tests of engines and of packed
+rows."""
 
 from __future__ import annotations
 
@@ -25,8 +26,19 @@ SIZES: dict[str, Any] = {
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 7}
-_DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-_DEEPSEEK |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16}
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_DEEPSEEK |= {
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+}
 _DEEPSEEK |= {"qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8}
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -57,14 +69,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def make_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
     """A causal language model in which every weight matters."""
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **SETTINGS[model_type], **changes})
+    config = transformers.AutoConfig.for_model(
+        model_type, **{**SIZES, **SETTINGS[model_type], **changes}
+    )
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():  # norms and biases away from where they start
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
 
 
-def write_model(folder: Path, model_type: str, tokenizer_of: Path | None = None, **changes: Any) -> str:
+def write_model(
+    folder: Path, model_type: str, tokenizer_of: Path | None = None, **changes: Any
+) -> str:
     """Write such a model into a folder, with a tokenizer if its folder is given."""
     if tokenizer_of is not None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_of)

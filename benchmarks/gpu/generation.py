@@ -1,4 +1,5 @@
-"""The native rollout engine on one GPU: against `transformers.generate`, and against the bytes a step must read.
+"""The native rollout engine on one GPU: against `transformers.generate`, and against the bytes a
+step must read.
 
     python benchmarks/gpu/generation.py            Qwen2.5-0.5B and -1.5B shapes, random weights, bf16
     python benchmarks/gpu/generation.py --tiny     a small model on the CPU, to try the script out
@@ -11,7 +12,8 @@
 - at the first shape `transformers.generate`, once, on the same prompts; and 1,024 requests of 16 to 1,024 new tokens,
   with as many slots as above and with the default of 1,024.
 
-Goals: 100,000 tok/s and 25 times `generate` at 0.5B, 40% of the floor at 1.5B, mixed lengths at 70% of the fixed rate.
+Goals: 100,000 tok/s and 25 times `generate` at 0.5B, 40% of the floor at 1.5B, mixed lengths at 70%
+of the fixed rate.
 """
 
 from __future__ import annotations
@@ -31,12 +33,35 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rolepool.rollout import NativeEngine, Request, Sampling
 
 SHAPES: dict[str, dict[str, int]] = {
-    "0.5B": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
-    "1.5B": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
+    "0.5B": {
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "intermediate_size": 4864,
+    },
+    "1.5B": {
+        "hidden_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "intermediate_size": 8960,
+    },
 }
-TINY = {"tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}}
+TINY = {
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+    }
+}
 SAMPLED = Sampling(
-    temperature=1.0, top_p=1.0, top_k=-1, do_sample=True, max_new_tokens=1, ignore_eos=True, stop_token_ids=()
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    do_sample=True,
+    max_new_tokens=1,
+    ignore_eos=True,
+    stop_token_ids=(),
 )
 
 
@@ -73,7 +98,9 @@ def seconds(size: Size, call: Callable[[], object]) -> float:
 
 def copy_bandwidth(size: Size) -> float:
     """Bytes per second, reading and writing together, of the best of ten copies."""
-    source = torch.empty(2**30 if size.device == "cuda" else 2**24, dtype=torch.uint8, device=size.device)
+    source = torch.empty(
+        2**30 if size.device == "cuda" else 2**24, dtype=torch.uint8, device=size.device
+    )
     target = torch.empty_like(source)
     return 2 * source.nbytes / min(seconds(size, lambda: target.copy_(source)) for _ in range(10))
 
@@ -102,7 +129,9 @@ def make_requests(size: Size, count: int, new: tuple[int, int]) -> list[Request]
     numbers = random.Random(0)
     return [
         Request(
-            [numbers.randrange(1, size.vocab_size) for _ in range(size.prompt_length)], index, numbers.randint(*new)
+            [numbers.randrange(1, size.vocab_size) for _ in range(size.prompt_length)],
+            index,
+            numbers.randint(*new),
         )
         for index in range(count)
     ]
@@ -118,7 +147,9 @@ def rate(size: Size, engine: NativeEngine, requests: list[Request], rounds: int)
 
     warm_up_s = seconds(size, generate)
     took = [seconds(size, generate) for _ in range(rounds)]
-    print(f"    calls: {', '.join(f'{one:.3f}' for one in took)} s; the first, which warms up: {warm_up_s:.1f} s")
+    print(
+        f"    calls: {', '.join(f'{one:.3f}' for one in took)} s; the first, which warms up: {warm_up_s:.1f} s"
+    )
     return num_tokens / statistics.median(took)
 
 
@@ -153,40 +184,58 @@ def report(name: str, value: float, goal: float | None = None, unit: str = "tok/
     print(f"  {name:44} {shown:>20}{verdict}", flush=True)
 
 
-def measure(name: str, size: Size, shape: dict[str, int], options: argparse.Namespace, bandwidth: float) -> None:
+def measure(
+    name: str, size: Size, shape: dict[str, int], options: argparse.Namespace, bandwidth: float
+) -> None:
     model = make_model(size, shape)
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{name}: {num_params / 1e6:,.0f}M parameters, {size.num_prompts} x {size.prompt_length}+{size.num_new}")
+    print(
+        f"{name}: {num_params / 1e6:,.0f}M parameters, {size.num_prompts} x {size.prompt_length}+{size.num_new}"
+    )
     is_first = name != "1.5B"
     fixed = make_requests(size, size.num_prompts, (size.num_new, size.num_new))
     settings: dict[str, Any] = {"max_num_seqs": size.num_prompts, "max_num_batched_tokens": 8192}
     engine = NativeEngine(model, **settings)
     ours = rate(size, engine, fixed, options.rounds)
     report("native", ours, 100_000 if is_first else None)
-    prefill_s = size.num_prompts / rate(size, engine, make_requests(size, size.num_prompts, (1, 1)), options.rounds)
+    prefill_s = size.num_prompts / rate(
+        size, engine, make_requests(size, size.num_prompts, (1, 1)), options.rounds
+    )
     total_s = size.num_prompts * size.num_new / ours
     decode_s, least_s = total_s - prefill_s, floor_s(size, model, bandwidth)
     report("  prompts and first tokens", prefill_s * 1e3, unit="ms")
     report("  a decode step", decode_s / (size.num_new - 1) * 1e3, unit="ms")
     report("  a decode step at the byte floor", least_s / (size.num_new - 1) * 1e3, unit="ms")
-    report("  decode steps, of the floor's rate", 100 * least_s / decode_s, None if is_first else 40, "%")
+    report(
+        "  decode steps, of the floor's rate",
+        100 * least_s / decode_s,
+        None if is_first else 40,
+        "%",
+    )
     report("  whole call, of the floor's rate", 100 * least_s / total_s, unit="%")
     if size.device == "cuda":
         report("  peak memory", torch.cuda.max_memory_allocated() / 2**30, unit="GiB")
     if is_first:
         mixed = make_requests(size, size.num_mixed, size.mixed)
         for num_slots in (size.num_prompts, 1024):
-            slow = rate(size, NativeEngine(model, **{**settings, "max_num_seqs": num_slots}), mixed, 1)
+            slow = rate(
+                size, NativeEngine(model, **{**settings, "max_num_seqs": num_slots}), mixed, 1
+            )
             report(f"native, {size.num_mixed} mixed lengths, {num_slots} slots", slow)
             report("  of the fixed-length rate", 100 * slow / ours, 70, "%")
-        report("native, without CUDA graphs", rate(size, NativeEngine(model, **settings, enforce_eager=True), fixed, 1))
+        report(
+            "native, without CUDA graphs",
+            rate(size, NativeEngine(model, **settings, enforce_eager=True), fixed, 1),
+        )
         theirs = with_transformers(size, model, fixed)
         report("transformers.generate", theirs)
         report("  native over generate", ours / theirs, 25, "times")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))

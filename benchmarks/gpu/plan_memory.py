@@ -3,9 +3,10 @@
     python benchmarks/gpu/plan_memory.py [--cases 0.5b 1.5b-checkpointing] [--roles actor rollout] [--snapshot]
     python benchmarks/gpu/plan_memory.py --tiny      a small model on the CPU, to try the script out; no verdict
 
-Whole runs with default keys are in plan_memory_runs.py, which this script calls at the end unless --cases is given.
-Each role does what it does in a PPO step, twice, in a process of its own: recipes/qwen0.5b_h200.yaml, micro-batches
-filled by tokens, rows of full length, random weights. Compared are
+Whole runs with default keys are in plan_memory_runs.py, which this script calls at the end unless
+--cases is given. Each role does what it does in a PPO step, twice, in a process of its own:
+recipes/qwen0.5b_h200.yaml, micro-batches filled by tokens, rows of full length, random weights.
+Compared are
 
 - at work: the most that torch had allocated, and what the pools of CUDA graphs hold unused;
 - at rest: the same after the last operation, while another role of the pool would work.
@@ -40,7 +41,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rolepool.config import Config, load_config
 from rolepool.placement import Role, build_plan
-from rolepool.placement.estimate import GIB, PROCESS_OVERHEAD_BYTES, MicroBatch, RoleMemory, estimate_memory
+from rolepool.placement.estimate import (
+    GIB,
+    PROCESS_OVERHEAD_BYTES,
+    MicroBatch,
+    RoleMemory,
+    estimate_memory,
+)
 from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor_critic import Actor, Critic, Reference
@@ -137,10 +144,14 @@ def make_config(model: Path, case: Case, tiny: bool) -> Config:
 
 
 def make_models(content: dict[str, Any], device: str, folder: Path) -> None:
-    """A policy, and a reward model in `folder`/reward: random weights, of which nothing stays on the device."""
+    """A policy, and a reward model in `folder`/reward: random weights, of which nothing stays on
+    the device."""
     torch.manual_seed(0)
     config: Any = AutoConfig.for_model(**content, num_labels=1)
-    for auto, where in ((AutoModelForCausalLM, folder), (AutoModelForSequenceClassification, folder / "reward")):
+    for auto, where in (
+        (AutoModelForCausalLM, folder),
+        (AutoModelForSequenceClassification, folder / "reward"),
+    ):
         with torch.device(device):
             model: Any = auto.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(where)
@@ -157,7 +168,9 @@ def make_rows(config: Config, vocab_size: int) -> DataProto:
         config.data.max_response_length,
     )
     lengths = torch.full((num_rows,), prompt + response)
-    ids = torch.randint(1, vocab_size, (int(lengths.sum()),), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        1, vocab_size, (int(lengths.sum()),), generator=torch.Generator().manual_seed(1)
+    )
     names = ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
     return DataProto.from_dict(
         {
@@ -222,7 +235,12 @@ def measure_role(
 
 
 def _measure_role(
-    role: Role, config: Config, sizes: dict[str, MicroBatch], vocab_size: int, device: str, snapshot: bool
+    role: Role,
+    config: Config,
+    sizes: dict[str, MicroBatch],
+    vocab_size: int,
+    device: str,
+    snapshot: bool,
 ) -> Measured:
     on_gpu = device == "cuda"
     before = used_on_gpu() if on_gpu else 0
@@ -236,7 +254,9 @@ def _measure_role(
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             call()
-            measured.operations.append(look(name, before) if on_gpu else Operation(name, 0, 0, 0, 0, 0))
+            measured.operations.append(
+                look(name, before) if on_gpu else Operation(name, 0, 0, 0, 0, 0)
+            )
         if on_gpu:
             names = ("num_alloc_retries", "inactive_split_bytes.all.peak", "allocation.all.peak")
             measured.statistics = {name: torch.cuda.memory_stats().get(name, 0) for name in names}
@@ -244,7 +264,9 @@ def _measure_role(
                 measured.at_peak = alive_at_peak(operations[-1][1])
             with_workspaces = torch.cuda.memory_allocated()
             torch._C._cuda_clearCublasWorkspaces()
-            measured.statistics["workspaces of matrix products"] = with_workspaces - torch.cuda.memory_allocated()
+            measured.statistics["workspaces of matrix products"] = (
+                with_workspaces - torch.cuda.memory_allocated()
+            )
         dist.destroy_process_group()
     return measured
 
@@ -259,7 +281,11 @@ def used_on_gpu() -> int:
 
 def look(name: str, before: int) -> Operation:
     torch.cuda.synchronize()
-    of_graphs = [part for part in torch.cuda.memory_snapshot() if tuple(part.get("segment_pool_id", (0, 0))) != (0, 0)]
+    of_graphs = [
+        part
+        for part in torch.cuda.memory_snapshot()
+        if tuple(part.get("segment_pool_id", (0, 0))) != (0, 0)
+    ]
     return Operation(
         name=name,
         peak_bytes=torch.cuda.max_memory_allocated(),
@@ -271,9 +297,12 @@ def look(name: str, before: int) -> Operation:
 
 
 def alive_at_peak(call: Callable[[], object]) -> list[str]:
-    """What an operation had allocated when most was: bytes by the line of code that asked for them."""
+    """What an operation had allocated when most was: bytes by the line of code that asked for
+    them."""
     standing = torch.cuda.memory_allocated()
-    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=1_000_000)
+    torch.cuda.memory._record_memory_history(
+        "all", context="alloc", stacks="python", max_entries=1_000_000
+    )
     call()
     torch.cuda.synchronize()
     history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
@@ -298,7 +327,9 @@ def alive_at_peak(call: Callable[[], object]) -> list[str]:
     by_place: dict[str, list[int]] = defaultdict(list)
     for size, place in at_peak.values():
         by_place[place].append(size)
-    lines = [f"{standing / GIB:7.3f} GiB  before the operation; {peak / GIB:.3f} GiB more at its peak"]
+    lines = [
+        f"{standing / GIB:7.3f} GiB  before the operation; {peak / GIB:.3f} GiB more at its peak"
+    ]
     largest = sorted(by_place.items(), key=lambda item: -sum(item[1]))[: MOST_LINES - 1]
     lines += [f"{sum(sizes) / GIB:7.3f} GiB  {len(sizes):5} x  {place}" for place, sizes in largest]
     return lines
@@ -307,7 +338,9 @@ def alive_at_peak(call: Callable[[], object]) -> list[str]:
 def place_of(frames: list[dict[str, Any]]) -> str:
     """The innermost line, and the innermost of ours where that is another."""
     shown = [f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}" for frame in frames]
-    ours = [text for text, frame in zip(shown, frames, strict=True) if "rolepool" in frame["filename"]]
+    ours = [
+        text for text, frame in zip(shown, frames, strict=True) if "rolepool" in frame["filename"]
+    ]
     return " < ".join(dict.fromkeys([*shown[:1], *ours[:1]])) or "(no frames)"
 
 
@@ -315,12 +348,19 @@ def place_of(frames: list[dict[str, Any]]) -> str:
 
 
 def run_apart(
-    config: Config, sizes: dict[str, MicroBatch], vocab_size: int, device: str, snapshot: bool, role: Role
+    config: Config,
+    sizes: dict[str, MicroBatch],
+    vocab_size: int,
+    device: str,
+    snapshot: bool,
+    role: Role,
 ) -> Measured | str:
     """A role's figures, or why there are none."""
     context = multiprocessing.get_context("spawn")
     mine, its = context.Pipe(duplex=False)
-    process = context.Process(target=measure_role, args=(role, config, sizes, vocab_size, device, snapshot, its))
+    process = context.Process(
+        target=measure_role, args=(role, config, sizes, vocab_size, device, snapshot, its)
+    )
     process.start()
     its.close()
     try:
@@ -341,7 +381,10 @@ def is_close(planned: int, measured: int) -> bool:
 def show(role: Role, planned: RoleMemory, measured: Measured, has_gpu: bool) -> bool:
     """Whether both figures are within what is allowed."""
     parts = ("weights", "gradients", "optimizer", "kv_cache", "activations", "logits")
-    print(f"\n  {role}: planned " + ", ".join(f"{part} {getattr(planned, part) / GIB:.3f}" for part in parts))
+    print(
+        f"\n  {role}: planned "
+        + ", ".join(f"{part} {getattr(planned, part) / GIB:.3f}" for part in parts)
+    )
     for operation in measured.operations:
         print(
             f"    {operation.name:20} peak {operation.peak_bytes / GIB:7.3f}  reserved "
@@ -368,7 +411,9 @@ def show(role: Role, planned: RoleMemory, measured: Measured, has_gpu: bool) -> 
 
 
 def measure_case(name: str, case: Case, options: argparse.Namespace, folder: Path) -> bool:
-    content = json.loads((ROOT / "recipes" / "shapes" / case.shape / "config.json").read_text(encoding="utf-8"))
+    content = json.loads(
+        (ROOT / "recipes" / "shapes" / case.shape / "config.json").read_text(encoding="utf-8")
+    )
     device = "cpu" if options.tiny else "cuda"
     make_models(content, device, folder)
     config = make_config(folder, case, options.tiny)
@@ -381,7 +426,14 @@ def measure_case(name: str, case: Case, options: argparse.Namespace, folder: Pat
     roles = [role for role in case.roles if role in options.roles]
     good = True
     with ThreadPoolExecutor(options.at_once) as threads:
-        run = partial(run_apart, config, estimate.micro_batches, content["vocab_size"], device, options.snapshot)
+        run = partial(
+            run_apart,
+            config,
+            estimate.micro_batches,
+            content["vocab_size"],
+            device,
+            options.snapshot,
+        )
         for role, measured in zip(roles, threads.map(run, roles), strict=True):
             if isinstance(measured, str):
                 print(f"\n  {role}: failed\n{measured}", flush=True)
@@ -392,15 +444,25 @@ def measure_case(name: str, case: Case, options: argparse.Namespace, folder: Pat
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", choices=list(CASES), help="default: all, and whole runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", nargs="*", choices=list(CASES), help="default: all, and whole runs"
+    )
     parser.add_argument("--roles", nargs="*", default=list(ROLES), help="such as actor, rollout")
-    parser.add_argument("--snapshot", action="store_true", help="print what was alive at the peak of an operation")
-    parser.add_argument("--at-once", type=int, default=1, help="roles; the column `process` counts all of them")
+    parser.add_argument(
+        "--snapshot", action="store_true", help="print what was alive at the peak of an operation"
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="roles; the column `process` counts all of them"
+    )
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
     options = parser.parse_args()
     good = True
-    for name, case in TINY.items() if options.tiny else ((name, CASES[name]) for name in options.cases or CASES):
+    for name, case in (
+        TINY.items() if options.tiny else ((name, CASES[name]) for name in options.cases or CASES)
+    ):
         try:
             with tempfile.TemporaryDirectory() as folder:
                 good = measure_case(name, case, options, Path(folder)) and good

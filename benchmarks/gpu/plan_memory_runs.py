@@ -3,11 +3,12 @@
     python benchmarks/gpu/plan_memory_runs.py [--cases qwen3-0.6b llama-3.2-1b] [--folder runs/plan_memory]
     python benchmarks/gpu/plan_memory_runs.py --tiny      a small model on the CPU, to try the script out; no verdict
 
-Each case is `rolepool train` for two steps, all roles in one pool, on a model of a public shape with random weights.
-Micro-batch sizes, checkpointing and cache are left to the program. Prompts have the largest length, and no response
-ends early. Compared are the figure that `plan` prints for the pool and `perf/max_memory_allocated_gb` of the run, the
-most that torch had allocated. Also printed: the most that the GPU had in use (NVML, once a second), which includes
-memory that torch's allocator holds unused. The exit code is 1 if a figure is more than 15% off.
+Each case is `rolepool train` for two steps, all roles in one pool, on a model of a public shape
+with random weights. Micro-batch sizes, checkpointing and cache are left to the program. Prompts
+have the largest length, and no response ends early. Compared are the figure that `plan` prints for
+the pool and `perf/max_memory_allocated_gb` of the run, the most that torch had allocated. Also
+printed: the most that the GPU had in use (NVML, once a second), which includes memory that torch's
+allocator holds unused. The exit code is 1 if a figure is more than 15% off.
 """
 
 from __future__ import annotations
@@ -52,13 +53,21 @@ DYNAMIC = (
 CASES = {
     "qwen3-0.6b": Case("qwen3-0.6b", 128, 256, 512),
     "llama-3.2-1b": Case(
-        "llama-3.2-1b", 16, 512, 1024, ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8")
+        "llama-3.2-1b",
+        16,
+        512,
+        1024,
+        ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8"),
     ),
     "qwen2.5-1.5b": Case("qwen2.5-1.5b", 64, 512, 8192),
     "qwen2.5-1.5b-dynamic": Case("qwen2.5-1.5b", 64, 512, 8192, DYNAMIC),
     # No formula was written from this one.
     "qwen3-1.7b": Case(
-        "qwen3-1.7b", 48, 384, 1600, ("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.use_kl_loss=true")
+        "qwen3-1.7b",
+        48,
+        384,
+        1600,
+        ("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.use_kl_loss=true"),
     ),
 }
 TINY = {"tiny": Case("qwen2-tiny", 8, 16, 16, device="cpu")}
@@ -85,7 +94,9 @@ def words_of(case: Case, data: Path, run: Path) -> list[str]:
 
 def call(*words: str) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
-    subprocess.run([sys.executable, *words], env=environment, timeout=TIMEOUT_S, check=True, stdout=sys.stderr)
+    subprocess.run(
+        [sys.executable, *words], env=environment, timeout=TIMEOUT_S, check=True, stdout=sys.stderr
+    )
 
 
 def measure(name: str, case: Case, folder: Path) -> bool:
@@ -93,8 +104,18 @@ def measure(name: str, case: Case, folder: Path) -> bool:
     data, run_folder = folder / f"{case.shape}_{case.prompt_tokens}", folder / f"run_{name}"
     start_s = time.monotonic()
     if not (data / "train.jsonl").exists():
-        sizes = ["--num-prompts", str(case.num_prompts * STEPS), "--prompt-tokens", str(case.prompt_tokens)]
-        call(str(ROOT / "scripts/make_shape_model.py"), str(ROOT / "recipes/shapes" / case.shape), str(data), *sizes)
+        sizes = [
+            "--num-prompts",
+            str(case.num_prompts * STEPS),
+            "--prompt-tokens",
+            str(case.prompt_tokens),
+        ]
+        call(
+            str(ROOT / "scripts/make_shape_model.py"),
+            str(ROOT / "recipes/shapes" / case.shape),
+            str(data),
+            *sizes,
+        )
     words = words_of(case, data, run_folder)
     config = load_config([], words).config
     estimate = estimate_memory(config, build_plan(config), detect_gpu_memory())
@@ -102,7 +123,10 @@ def measure(name: str, case: Case, folder: Path) -> bool:
     call("-m", "rolepool", "train", *words)
     run = read_run(run_folder)
     taken = max(row["perf/max_memory_allocated_gb"] for row in run.metrics.values())
-    in_use = max((gpu["memory_bytes"] for sample in run.monitor for gpu in sample["gpus"]), default=0) / GIB
+    in_use = (
+        max((gpu["memory_bytes"] for sample in run.monitor for gpu in sample["gpus"]), default=0)
+        / GIB
+    )
     planned = pool.peak / GIB
     sizes = {operation: size.tokens for operation, size in estimate.micro_batches.items()}
     print(
@@ -112,7 +136,9 @@ def measure(name: str, case: Case, folder: Path) -> bool:
                 "planned_gib": round(planned, 2),
                 "least_gib": round(pool.least / GIB, 2),
                 "planned_peak_role": pool.peak_role,
-                "planned_by_role": {role: round(memory.working / GIB, 2) for role, memory in pool.roles.items()},
+                "planned_by_role": {
+                    role: round(memory.working / GIB, 2) for role, memory in pool.roles.items()
+                },
                 "measured_gib": round(taken, 2),
                 "gpu_in_use_gib": round(in_use, 2),
                 "ratio": round(planned / taken, 3) if taken else None,
@@ -134,7 +160,9 @@ def peaks(run: Run) -> dict[str, float]:
     return found
 
 
-def run_cases(names: Iterable[str] = CASES, *, tiny: bool = False, folder: Path = Path("runs/plan_memory")) -> bool:
+def run_cases(
+    names: Iterable[str] = CASES, *, tiny: bool = False, folder: Path = Path("runs/plan_memory")
+) -> bool:
     """Whether the plan is close enough in every case."""
     good = True
     for name, case in TINY.items() if tiny else ((name, CASES[name]) for name in names):
@@ -148,7 +176,9 @@ def run_cases(names: Iterable[str] = CASES, *, tiny: bool = False, folder: Path 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--folder", type=Path, default=Path("runs/plan_memory"))
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")

@@ -1,26 +1,30 @@
-"""A PPO step on one GPU: rolepool in one pool and in two that share the GPU, without and with CUDA MPS, and TRL.
+"""A PPO step on one GPU: rolepool in one pool and in two that share the GPU, without and with CUDA
+MPS, and TRL.
 
     python benchmarks/gpu/ppo_step.py [--parts standard,split,mps,trl,idle] [--steps 8] [--trl-steps 3]
     python benchmarks/gpu/ppo_step.py --parts standard,no_snapshots      what snapshots in shared memory cost
     python benchmarks/gpu/ppo_step.py --tiny      a small model on the CPU, to try the script out
 
-The same work for all: policy, value model, reference and a rule for a reward; 256 prompts of 128 tokens, 256 new tokens
-each (none ends early) at temperature 1, one epoch of four mini-batches. Model and prompts are made by
-scripts/make_shape_model.py: the shape of Qwen2.5-0.5B, random weights, saved in bf16. rolepool trains fp32 weights with
-bf16 arithmetic; TRL trains bf16 weights, which is what loading gives it and the cheaper of the two. TRL's reward model
-is a comparison of one token, so that it is not charged for a network. `idle` is a run of the standard placement of its
-own, under the profiler. rolepool in one pool trains a mini-batch in one pass; in two, which train at the same time and
-fill each other's gaps, in passes of 16 rows, so that the activations of both take less than those of one.
+The same work for all: policy, value model, reference and a rule for a reward; 256 prompts of 128
+tokens, 256 new tokens each (none ends early) at temperature 1, one epoch of four mini-batches.
+Model and prompts are made by scripts/make_shape_model.py: the shape of Qwen2.5-0.5B, random
+weights, saved in bf16. rolepool trains fp32 weights with bf16 arithmetic; TRL trains bf16 weights,
+which is what loading gives it and the cheaper of the two. TRL's reward model is a comparison of one
+token, so that it is not charged for a network. `idle` is a run of the standard placement of its
+own, under the profiler. rolepool in one pool trains a mini-batch in one pass; in two, which train
+at the same time and fill each other's gaps, in passes of 16 rows, so that the activations of both
+take less than those of one.
 
-Medians of the steps after the first two, which compile; of TRL's after the first. A step is from the start of a
-generation to that of the next. GPU memory is the most that NVML saw of the whole GPU, 20 times a second, less what
-was in use when the script began; torch's is the most that it had allocated, in all processes together. Of a step of
-rolepool's, `controller` is the share in which no worker process runs an operation, and `fetch` the share in which
-they fetch what one was given, both from spans.jsonl; `kernels` is the share in which NVML sees a kernel run.
+Medians of the steps after the first two, which compile; of TRL's after the first. A step is from
+the start of a generation to that of the next. GPU memory is the most that NVML saw of the whole
+GPU, 20 times a second, less what was in use when the script began; torch's is the most that it had
+allocated, in all processes together. Of a step of rolepool's, `controller` is the share in which no
+worker process runs an operation, and `fetch` the share in which they fetch what one was given, both
+from spans.jsonl; `kernels` is the share in which NVML sees a kernel run.
 
-Each part is a process of its own, and a failed one does not stop the others. On an H200: standard and idle 85 to 110 s,
-most of it compiling, split and mps 70 to 95 s, a step of TRL's 22 to 60 s; with passes of 64 rows TRL runs out of
-140 GB.
+Each part is a process of its own, and a failed one does not stop the others. On an H200: standard
+and idle 85 to 110 s, most of it compiling, split and mps 70 to 95 s, a step of TRL's 22 to 60 s;
+with passes of 64 rows TRL runs out of 140 GB.
 """
 
 from __future__ import annotations
@@ -100,7 +104,8 @@ class Shares:
     fetch: float
     """Worker processes fetch what an operation was given, added up."""
     kernels: float
-    """A kernel runs on the GPU, by NVML's utilization, once a second: coarse, but without a profiler."""
+    """A kernel runs on the GPU, by NVML's utilization, once a second: coarse, but without a
+    profiler."""
 
 
 @dataclass(frozen=True)
@@ -175,12 +180,18 @@ class GpuMemory:
 def make_data(folder: Path, work: Work) -> None:
     if (folder / "train.jsonl").exists():  # written last
         return
-    script = [str(ROOT / "scripts" / "make_shape_model.py"), str(ROOT / "recipes" / "shapes" / work.shape), str(folder)]
+    script = [
+        str(ROOT / "scripts" / "make_shape_model.py"),
+        str(ROOT / "recipes" / "shapes" / work.shape),
+        str(folder),
+    ]
     size = ["--num-prompts", str(8 * work.num_prompts), "--prompt-tokens", str(work.prompt_tokens)]
     subprocess.run([sys.executable, *script, *size], check=True)
 
 
-def run_process(name: str, command: Sequence[str], run: Path, timeout_s: float, gpu: GpuMemory) -> Ended:
+def run_process(
+    name: str, command: Sequence[str], run: Path, timeout_s: float, gpu: GpuMemory
+) -> Ended:
     """A part in a process of its own. Says why, where it fails."""
     ended = Ended()
     shutil.rmtree(run, ignore_errors=True)
@@ -190,7 +201,11 @@ def run_process(name: str, command: Sequence[str], run: Path, timeout_s: float, 
     start_s = time.monotonic()
     with log.open("w", encoding="utf-8") as output, gpu.watch(ended):
         process = subprocess.Popen(
-            [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+            [sys.executable, *command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=ROOT,
         )
         try:
             how = f"ended with {process.wait(timeout_s)}"
@@ -207,7 +222,9 @@ def run_process(name: str, command: Sequence[str], run: Path, timeout_s: float, 
         print(f"{name}: {time.monotonic() - start_s:.0f} s in all", flush=True)
         return ended
     print(f"{name} {how}; the end of {log}:")
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_OF_A_FAILURE:]:
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[
+        -LINES_OF_A_FAILURE:
+    ]:
         print(f"    {line}")
     sys.stdout.flush()
     return ended
@@ -235,7 +252,9 @@ def rolepool_words(work: Work, data: Path, *, tiny: bool) -> list[str]:
     return words
 
 
-def run_trl(options: argparse.Namespace, work: Work, data: Path, run: Path, gpu: GpuMemory) -> Ended:
+def run_trl(
+    options: argparse.Namespace, work: Work, data: Path, run: Path, gpu: GpuMemory
+) -> Ended:
     """With half the rows at a time, and again, as long as memory does not do."""
     rows, rollout_rows = (
         min(options.trl_rows, work.rows_per_mini_batch),
@@ -252,7 +271,9 @@ def run_trl(options: argparse.Namespace, work: Work, data: Path, run: Path, gpu:
             ("rollout-rows", rollout_rows),
         ):
             command += [f"--{name}", str(value)]
-        ended = run_process("trl", [*command, *(["--cpu"] if options.tiny else [])], run, options.timeout_s, gpu)
+        ended = run_process(
+            "trl", [*command, *(["--cpu"] if options.tiny else [])], run, options.timeout_s, gpu
+        )
         log = (run / "output.txt").read_text(encoding="utf-8", errors="replace")
         if ended.fine or rows < 2 or "OutOfMemoryError" not in log:
             return ended
@@ -270,14 +291,20 @@ def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def read_rolepool(folder: Path, gpu_gib: float | None) -> Measured:
     run = read_run(folder)
-    rows = [row for step, row in run.metrics.items() if step > WARM_STEPS and "timing_s/step" in row]
+    rows = [
+        row for step, row in run.metrics.items() if step > WARM_STEPS and "timing_s/step" in row
+    ]
     peaks: dict[str, float] = {}
     for row in rows:
         for key, value in row.items():
             if key.endswith("/peak_memory_gb") and RULE_POOL not in key:
                 peaks[key] = max(peaks.get(key, 0.0), value)
     seconds = [
-        {key.removeprefix("timing_s/"): value for key, value in row.items() if key.startswith("timing_s/")}
+        {
+            key.removeprefix("timing_s/"): value
+            for key, value in row.items()
+            if key.startswith("timing_s/")
+        }
         for row in rows
     ]
     return Measured(medians(seconds), sum(peaks.values()), gpu_gib, read_shares(run, rows))
@@ -300,9 +327,16 @@ def read_shares(run: Run, rows: Sequence[dict[str, float]]) -> Shares:
         controller.append(1 - at_work_s / (end_s - start_s))
         fetch.append(fetch_s / (end_s - start_s))
     used = [
-        value for row in rows for key, value in row.items() if key.endswith("/utilization") and RULE_POOL not in key
+        value
+        for row in rows
+        for key, value in row.items()
+        if key.endswith("/utilization") and RULE_POOL not in key
     ]
-    return Shares(statistics.median(controller), statistics.median(fetch), statistics.mean(used) / 100 if used else 0.0)
+    return Shares(
+        statistics.median(controller),
+        statistics.median(fetch),
+        statistics.mean(used) / 100 if used else 0.0,
+    )
 
 
 def read_trl(folder: Path, gpu_gib: float | None) -> Measured:
@@ -330,44 +364,73 @@ def print_summary(results: dict[str, Measured], work: Work) -> None:
             of(one.gpu_gib, trl.gpu_gib),
             f"{one.torch_gib:.1f}",
             of(one.torch_gib, trl.torch_gib),
-            *(("-",) * 3 if one.shares is None else (f"{share:.1%}" for share in astuple(one.shares))),
+            *(
+                ("-",) * 3
+                if one.shares is None
+                else (f"{share:.1%}" for share in astuple(one.shares))
+            ),
         )
         print(f"{name:10}" + "".join(f"{cell:>11}" for cell in cells))
     print(GOALS)
 
 
 def print_times(results: dict[str, Measured]) -> None:
-    """Where each spends its time. Operations of pools side by side overlap, and then add up to more than the step."""
+    """Where each spends its time. Operations of pools side by side overlap, and then add up to more
+    than the step."""
     placements = {name: one for name, one in results.items() if name in PLACEMENTS}
-    for sides in (placements, {name: one for name, one in results.items() if name not in PLACEMENTS}):
+    for sides in (
+        placements,
+        {name: one for name, one in results.items() if name not in PLACEMENTS},
+    ):
         if not sides:
             continue
         print(f"\n{'seconds':20}" + "".join(f"{name:>11}" for name in sides))
         for key in dict.fromkeys(key for one in sides.values() for key in one.seconds):
             values = [one.seconds.get(key) for one in sides.values()]
-            print(f"{key:20}" + "".join(f"{'-' if value is None else f'{value:.4f}':>11}" for value in values))
+            print(
+                f"{key:20}"
+                + "".join(f"{'-' if value is None else f'{value:.4f}':>11}" for value in values)
+            )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=8, help="of rolepool's parts; default: %(default)s")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="of rolepool's parts; default: %(default)s"
+    )
     parser.add_argument("--trl-steps", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--trl-rows", type=int, default=32, help="of a training pass of TRL's; default: %(default)s")
-    parser.add_argument("--trl-rollout-rows", type=int, default=64, help="of its rollouts; default: %(default)s")
+    parser.add_argument(
+        "--trl-rows", type=int, default=32, help="of a training pass of TRL's; default: %(default)s"
+    )
+    parser.add_argument(
+        "--trl-rollout-rows", type=int, default=64, help="of its rollouts; default: %(default)s"
+    )
     parser.add_argument("--data", type=Path, help="default: runs/qwen0.5b_data, or runs/tiny_data")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "ppo_step", help="where run folders go")
-    parser.add_argument("--timeout-s", type=float, default=240, help="for each part; default: %(default)s")
+    parser.add_argument(
+        "--runs", type=Path, default=ROOT / "runs" / "ppo_step", help="where run folders go"
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=240, help="for each part; default: %(default)s"
+    )
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all of rolepool's parts")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="for all of rolepool's parts"
+    )
     options = parser.parse_intermixed_args()
     parts = options.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if options.steps <= WARM_STEPS or options.trl_steps <= TRL_WARM_STEPS:
-        parser.error(f"--steps must be over {WARM_STEPS} and --trl-steps over {TRL_WARM_STEPS}, which are not counted")
+        parser.error(
+            f"--steps must be over {WARM_STEPS} and --trl-steps over {TRL_WARM_STEPS}, which are not counted"
+        )
     work = TINY if options.tiny else FULL
-    data = (options.data or ROOT / "runs" / ("tiny_data" if options.tiny else "qwen0.5b_data")).absolute()
+    data = (
+        options.data or ROOT / "runs" / ("tiny_data" if options.tiny else "qwen0.5b_data")
+    ).absolute()
     make_data(data, work)
     words = [str(RECIPE), *rolepool_words(work, data, tiny=options.tiny), *options.overrides]
     gpu = GpuMemory()
@@ -396,9 +459,19 @@ def run_part(
         ended = run_trl(options, work, data, run, gpu)
     else:
         steps = f"trainer.total_training_steps={options.steps}"
-        program = [str(HERE / "ppo_step_profile.py")] if part == "idle" else ["-m", "rolepool", "train", steps]
+        program = (
+            [str(HERE / "ppo_step_profile.py")]
+            if part == "idle"
+            else ["-m", "rolepool", "train", steps]
+        )
         placement = PLACEMENTS["standard" if part == "idle" else part]
-        command = [*program, "trainer.save_freq=-1", *words, *placement, f"trainer.default_local_dir={run}"]
+        command = [
+            *program,
+            "trainer.save_freq=-1",
+            *words,
+            *placement,
+            f"trainer.default_local_dir={run}",
+        ]
         ended = run_process(part, command, run, options.timeout_s, gpu)
     try:
         if part == "idle":

@@ -1,11 +1,13 @@
-"""The profiled run of ppo_step.py, which starts it: how much of a step no kernel runs on the GPU, and what keeps it.
+"""The profiled run of ppo_step.py, which starts it: how much of a step no kernel runs on the GPU,
+and what keeps it.
 
     python benchmarks/gpu/ppo_step_profile.py RECIPE key=value ... trainer.default_local_dir=RUN
 
-Trains with all roles on one GPU, so that one process runs every kernel, and turns torch's profiler on and off in it
-between steps. One step is recorded with the GPU's activity only, which slows it least, and gives the figures; another
-with torch's operators as well, which tell what the process did while the GPU had nothing to do. Writes RUN/idle.txt,
-and both traces for Perfetto. On a CPU, operators stand in for kernels: good for nothing but to try the program out.
+Trains with all roles on one GPU, so that one process runs every kernel, and turns torch's profiler
+on and off in it between steps. One step is recorded with the GPU's activity only, which slows it
+least, and gives the figures; another with torch's operators as well, which tell what the process
+did while the GPU had nothing to do. Writes RUN/idle.txt, and both traces for Perfetto. On a CPU,
+operators stand in for kernels: good for nothing but to try the program out.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from rolepool.trainer.step import Roles
 CLEAN_STEPS = (3, 4)
 """Warm, and before the first profile."""
 GPU_STEP, ALL_STEP, LAST_STEP = 6, 8, 9
-"""Steps that are recorded. Each is followed by one that is recorded too and not looked at, so that it ends as any."""
+"""Steps that are recorded. Each is followed by one that is recorded too and not looked at, so that
+it ends as any."""
 GOAL = 0.10
 NUM_GAPS = 10
 GAP_LIMITS_US = (10.0, 100.0, 1000.0, float("inf"))
@@ -69,8 +72,8 @@ class ProfiledTrainer(Trainer):
 class Switch(Observer):
     """Turns the profiler on and off.
 
-    When the row of a step is written all calls of the next one are queued, and a process runs what it is given in
-    order: what is queued here runs between the next step and the one after it.
+    When the row of a step is written all calls of the next one are queued, and a process runs what
+    it is given in order: what is queued here runs between the next step and the one after it.
     """
 
     def __init__(self, trainer: ProfiledTrainer, on_gpu: bool) -> None:
@@ -127,10 +130,17 @@ class Gap:
 
 def read_trace(file: Path, start_s: float) -> list[Activity]:
     """In the order they began."""
-    trace = json.loads(file.read_text(encoding="utf-8", errors="replace"), strict=False)  # it escapes not every name
+    trace = json.loads(
+        file.read_text(encoding="utf-8", errors="replace"), strict=False
+    )  # it escapes not every name
     offset_us = trace.get("baseTimeNanoseconds", 0) / 1e3 - start_s * 1e6
     found = [
-        Activity(event["ts"] + offset_us, event["ts"] + event["dur"] + offset_us, event["cat"], event["name"])
+        Activity(
+            event["ts"] + offset_us,
+            event["ts"] + event["dur"] + offset_us,
+            event["cat"],
+            event["name"],
+        )
         for event in trace["traceEvents"]
         if event.get("ph") == "X" and event.get("cat") in (*ON_GPU, *ON_CPU)
     ]
@@ -168,7 +178,8 @@ def meanwhile(gap: Gap, activities: Sequence[Activity]) -> str:
     candidates = [
         one
         for one in activities
-        if one.kind in ON_CPU and min(one.end_us, gap.end_us) - max(one.start_us, gap.start_us) > gap.length_us / 2
+        if one.kind in ON_CPU
+        and min(one.end_us, gap.end_us) - max(one.start_us, gap.start_us) > gap.length_us / 2
     ]
     if not candidates:
         return "no operator of torch's"
@@ -177,7 +188,8 @@ def meanwhile(gap: Gap, activities: Sequence[Activity]) -> str:
 
 @dataclass(frozen=True)
 class ProfiledStep:
-    """A recorded step: its length, what ran in it, when no kernel did, and its operations in the GPU's process."""
+    """A recorded step: its length, what ran in it, when no kernel did, and its operations in the
+    GPU's process."""
 
     length_us: float
     activities: list[Activity]
@@ -189,8 +201,11 @@ class ProfiledStep:
         return sum(gap.length_us for gap in self.gaps)
 
 
-def read_step(folder: Path, spans: Sequence[Recorded], step: int, kinds: Sequence[str]) -> ProfiledStep | None:
-    """None where the profiler did not work: kernels under CUDA graphs are more than some versions of it can bear."""
+def read_step(
+    folder: Path, spans: Sequence[Recorded], step: int, kinds: Sequence[str]
+) -> ProfiledStep | None:
+    """None where the profiler did not work: kernels under CUDA graphs are more than some versions
+    of it can bear."""
     if not trace_of(folder, step).is_file() or step not in step_bounds(spans):
         return None
     start_s, end_s = step_bounds(spans)[step]
@@ -200,7 +215,9 @@ def read_step(folder: Path, spans: Sequence[Recorded], step: int, kinds: Sequenc
     if not any(one.start_us < length_us and one.end_us > 0 for one in kernels):
         return None
     operations = [
-        Activity((span.start_s - start_s) * 1e6, (span.end_s - start_s) * 1e6, "operation", operation)
+        Activity(
+            (span.start_s - start_s) * 1e6, (span.end_s - start_s) * 1e6, "operation", operation
+        )
         for _, operation, span in spans
         if span.pool not in (DRIVER, RULE_POOL) and span.start_s < end_s and span.end_s > start_s
     ]
@@ -217,7 +234,11 @@ def summary(profiled: ProfiledStep, clean_s: float) -> Iterator[str]:
     shortest = 0.0
     for longest in GAP_LIMITS_US:
         gaps = [gap.length_us for gap in profiled.gaps if shortest <= gap.length_us < longest]
-        limits = f"{shortest:.0f} to {longest:.0f} us" if longest < float("inf") else f"over {shortest:.0f} us"
+        limits = (
+            f"{shortest:.0f} to {longest:.0f} us"
+            if longest < float("inf")
+            else f"over {shortest:.0f} us"
+        )
         yield f"    gaps {limits:15} {len(gaps):8} {sum(gaps) / 1e6:10.4f} s"
         shortest = longest
 
@@ -228,7 +249,10 @@ def by_operation(profiled: ProfiledStep) -> Iterator[str]:
     for one in profiled.operations:
         start_us, end_us = max(one.start_us, 0.0), min(one.end_us, profiled.length_us)
         length_us, idle_us = rows.get(one.name, (0.0, 0.0))
-        rows[one.name] = length_us + end_us - start_us, idle_us + within(profiled.gaps, start_us, end_us)
+        rows[one.name] = (
+            length_us + end_us - start_us,
+            idle_us + within(profiled.gaps, start_us, end_us),
+        )
     at_work_us, idle_us = (sum(column) for column in zip(*rows.values(), strict=True))
     rows["between operations"] = profiled.length_us - at_work_us, profiled.idle_us - idle_us
     for name, (length_us, idle_us) in rows.items():
@@ -240,7 +264,11 @@ def largest_gaps(profiled: ProfiledStep) -> Iterator[str]:
     yield f"\nthe largest gaps, with operators recorded too ({profiled.length_us / 1e6:.3f} s a step)"
     yield f"{'ms':>9} {'at ms':>9}  {'operation':18}{'meanwhile':34}after -> before"
     for gap in sorted(profiled.gaps, key=lambda gap: -gap.length_us)[:NUM_GAPS]:
-        covering = [one.name for one in profiled.operations if one.start_us < gap.end_us and one.end_us > gap.start_us]
+        covering = [
+            one.name
+            for one in profiled.operations
+            if one.start_us < gap.end_us and one.end_us > gap.start_us
+        ]
         operation = ", ".join(dict.fromkeys(covering)) or "between operations"
         what = meanwhile(gap, profiled.activities)
         around = f"{gap.after[:40]} -> {gap.before[:40]}"
@@ -253,7 +281,9 @@ def report(folder: Path, *, on_gpu: bool) -> str:
     clean_s = sum(bounds[step][1] - bounds[step][0] for step in CLEAN_STEPS) / len(CLEAN_STEPS)
     kinds = ON_GPU if on_gpu else ("cpu_op",)
     lines: list[str] = []
-    gpu_only, everything = (read_step(folder, run.spans, step, kinds) for step in (GPU_STEP, ALL_STEP))
+    gpu_only, everything = (
+        read_step(folder, run.spans, step, kinds) for step in (GPU_STEP, ALL_STEP)
+    )
     if gpu_only is not None:
         lines += [*summary(gpu_only, clean_s), *by_operation(gpu_only)]
     if everything is not None:

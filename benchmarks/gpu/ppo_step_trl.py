@@ -1,7 +1,9 @@
-"""TRL's side of ppo_step.py, which starts it: some steps of its PPOTrainer, and what they took, as JSON.
+"""TRL's side of ppo_step.py, which starts it: some steps of its PPOTrainer, and what they took, as
+JSON.
 
-What the trainer does is left as it is. Its two entries to the phases of a step, the functions `batch_generation` and
-`forward` of its module, are wrapped to read the clock when the GPU has come to that point: there is no callback there.
+What the trainer does is left as it is. Its two entries to the phases of a step, the functions
+`batch_generation` and `forward` of its module, are wrapped to read the clock when the GPU has come
+to that point: there is no callback there.
 https://github.com/huggingface/trl/blob/v1.12.0/trl/experimental/ppo/ppo_trainer.py
 """
 
@@ -20,7 +22,12 @@ import transformers
 import trl
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
 VERSION = "1.12.0"
@@ -40,7 +47,8 @@ class OneToken(nn.Module):
 
 
 class RuleReward(nn.Module):
-    """What the trainer asks of a reward model: a trunk by this name, and `score` of its last hidden states."""
+    """What the trainer asks of a reward model: a trunk by this name, and `score` of its last hidden
+    states."""
 
     base_model_prefix = "trunk"
 
@@ -103,8 +111,9 @@ def make_trainer(options: argparse.Namespace, clock: Clock) -> PPOTrainer:
     tokenizer = AutoTokenizer.from_pretrained(model)
     lines = (options.data / "train.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines]
-    # Accumulation counts over the whole batch here, not within a mini-batch. Without it every mini-batch is one pass
-    # and has its optimizer step, as is wanted; with it there is one optimizer step for all of them.
+    # Accumulation counts over the whole batch here, not within a mini-batch. Without it every
+    # mini-batch is one pass and has its optimizer step, as is wanted; with it there is one
+    # optimizer step for all of them.
     accumulates = options.rows * options.mini_batches < options.num_prompts
     config = PPOConfig(
         output_dir=str(options.result.parent),
@@ -130,14 +139,18 @@ def make_trainer(options: argparse.Namespace, clock: Clock) -> PPOTrainer:
         model=AutoModelForCausalLM.from_pretrained(model, dtype=dtype),
         ref_model=AutoModelForCausalLM.from_pretrained(model, dtype=dtype),
         reward_model=RuleReward(wanted=tokenizer.convert_tokens_to_ids("a")),
-        value_model=AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=dtype),
+        value_model=AutoModelForSequenceClassification.from_pretrained(
+            model, num_labels=1, dtype=dtype
+        ),
         train_dataset=Dataset.from_dict({"input_ids": tokenizer(prompts)["input_ids"]}),
         callbacks=[clock],
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path, help="folder that scripts/make_shape_model.py wrote")
     parser.add_argument("result", type=Path, help="JSON file to write")
     for name in ("steps", "num-prompts", "new-tokens", "mini-batches", "rows", "rollout-rows"):

@@ -1,13 +1,15 @@
-"""Training and scoring on one GPU against the plain way of doing the same: seconds, share of the matmul rate, memory.
+"""Training and scoring on one GPU against the plain way of doing the same: seconds, share of the
+matmul rate, memory.
 
     python benchmarks/gpu/training.py [--shape recipes/shapes/qwen2.5-0.5b] [--max-tokens 20480] [--profile]
     python benchmarks/gpu/training.py --tiny      a small model on the CPU, to try the script out
 
-Rows of many lengths go through the roles as a run would send them: 4 mini-batches, packed, passes of bounded tokens.
-The plain way: the same Hugging Face model, optimizer and precision, padded rows, all logits in fp32, nothing compiled.
-Both with random weights; gradients of both are compared with those of an fp32 model. Shares count 6 (updates) or 2
-(scoring) x parameters x real tokens, and causal attention, and are of what an 8192-cubed bf16 product reaches in the
-same run. Medians of --repeats after a first that warms up.
+Rows of many lengths go through the roles as a run would send them: 4 mini-batches, packed, passes
+of bounded tokens. The plain way: the same Hugging Face model, optimizer and precision, padded rows,
+all logits in fp32, nothing compiled. Both with random weights; gradients of both are compared with
+those of an fp32 model. Shares count 6 (updates) or 2 (scoring) x parameters x real tokens, and
+causal attention, and are of what an 8192-cubed bf16 product reaches in the same run. Medians of
+--repeats after a first that warms up.
 """
 
 from __future__ import annotations
@@ -68,7 +70,13 @@ class Setting:
 
     def flops(self, per_param: int) -> float:
         lengths = lengths_of(self.data.batch["input_ids"]).double()
-        attention = 2 * self.shape.num_layers * self.shape.num_heads * self.shape.head_dim * lengths.square().sum()
+        attention = (
+            2
+            * self.shape.num_layers
+            * self.shape.num_heads
+            * self.shape.head_dim
+            * lengths.square().sum()
+        )
         return float(per_param * self.shape.num_params * lengths.sum() + per_param / 2 * attention)
 
 
@@ -90,15 +98,22 @@ class Results:
 def make_rows(num_rows: int, shortest: int, longest: int, vocab_size: int) -> DataProto:
     """Lengths between the two, spread evenly; the first quarter of each is its prompt."""
     generator = torch.Generator().manual_seed(1)
-    lengths = torch.linspace(shortest, longest, num_rows).long()[torch.randperm(num_rows, generator=generator)]
+    lengths = torch.linspace(shortest, longest, num_rows).long()[
+        torch.randperm(num_rows, generator=generator)
+    ]
     num_prompt = lengths // 4
     num_response = lengths - num_prompt
     names = ("advantages", "values", "returns")
     return DataProto.from_dict(
         {
-            "input_ids": ragged(torch.randint(vocab_size, (int(lengths.sum()),), generator=generator), lengths),
+            "input_ids": ragged(
+                torch.randint(vocab_size, (int(lengths.sum()),), generator=generator), lengths
+            ),
             "num_prompt_tokens": num_prompt,
-            **{key: ragged(torch.randn(int(num_response.sum()), generator=generator), num_response) for key in names},
+            **{
+                key: ragged(torch.randn(int(num_response.sum()), generator=generator), num_response)
+                for key in names
+            },
         }
     )
 
@@ -141,7 +156,9 @@ def keep_first_gradients(trained: TrainedModel, kept: dict[str, Tensor]) -> None
         if not kept:
             for name, parameter in trained.model.named_parameters():
                 assert parameter.grad is not None
-                kept[name] = getattr(parameter.grad, "full_tensor", lambda g=parameter.grad: g)().cpu()
+                kept[name] = getattr(
+                    parameter.grad, "full_tensor", lambda g=parameter.grad: g
+                )().cpu()
 
     trained.optimizer.register_step_pre_hook(look)
 
@@ -150,7 +167,10 @@ def show_profile(setting: Setting, name: str, action: Callable[[], object]) -> N
     if setting.profile and setting.device == "cuda":
         with torch.profiler.profile() as profile:
             action()
-        print(f"{name}:\n{profile.key_averages().table(sort_by='self_cuda_time_total', row_limit=25)}", flush=True)
+        print(
+            f"{name}:\n{profile.key_averages().table(sort_by='self_cuda_time_total', row_limit=25)}",
+            flush=True,
+        )
 
 
 # This side
@@ -165,7 +185,9 @@ def measure_actor(setting: Setting, results: Results) -> None:
         setting, lambda: actor.compute_log_prob(data)
     )
     keep_first_gradients(actor.trained, results.gradients.setdefault("rolepool", {}))
-    results.times.setdefault("update_actor", {})["rolepool"] = measure(setting, lambda: actor.update_actor(data))
+    results.times.setdefault("update_actor", {})["rolepool"] = measure(
+        setting, lambda: actor.update_actor(data)
+    )
     show_profile(setting, "compute_log_prob", lambda: actor.compute_log_prob(data))
     show_profile(setting, "update_actor", lambda: actor.update_actor(data))
 
@@ -210,7 +232,9 @@ def plain_log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return log_p.gather(-1, batch["responses"].unsqueeze(-1)).squeeze(-1)
 
 
-def plain_policy_loss(setting: Setting, model: nn.Module, batch: dict[str, Tensor], counts: LossCounts) -> Tensor:
+def plain_policy_loss(
+    setting: Setting, model: nn.Module, batch: dict[str, Tensor], counts: LossCounts
+) -> Tensor:
     keys = setting.config.actor_rollout_ref.actor
     return compute_policy_loss_vanilla(
         batch["old_log_probs"],
@@ -243,31 +267,43 @@ def plain_update(
 
 
 def plain_score(
-    setting: Setting, model: nn.Module, score: Callable[[nn.Module, dict[str, Tensor]], Tensor], rows_per_pass: int
+    setting: Setting,
+    model: nn.Module,
+    score: Callable[[nn.Module, dict[str, Tensor]], Tensor],
+    rows_per_pass: int,
 ) -> Tensor:
     scores = []
     with torch.no_grad():
         for rows in by_rows(len(setting.data), rows_per_pass):
-            batch = {key: value[rows].to(setting.device) for key, value in setting.padded.batch.items()}
+            batch = {
+                key: value[rows].to(setting.device) for key, value in setting.padded.batch.items()
+            }
             scores.append(score(model, batch).cpu())
     return torch.cat(scores)
 
 
 def measure_exact(setting: Setting, results: Results) -> None:
-    """Nothing is timed: log-probs that all start from, and gradients, as they are without the noise of 16 bits."""
+    """Nothing is timed: log-probs that all start from, and gradients, as they are without the noise
+    of 16 bits."""
     model: Any = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32).eval()
     model.to(setting.device)
     rows_per_pass = max(1, setting.rows_per_padded_pass // 4)
     log_probs = plain_score(setting, model, plain_log_probs, rows_per_pass)
     setting.padded.batch["old_log_probs"] = log_probs
-    setting.data.batch["old_log_probs"] = unpad(log_probs, setting.padded.batch["response_mask"].sum(dim=1))
+    setting.data.batch["old_log_probs"] = unpad(
+        log_probs, setting.padded.batch["response_mask"].sum(dim=1)
+    )
     size = len(setting.data) // MINI_BATCHES
     counts = LossCounts.of(setting.padded.batch["response_mask"][:size])
     for rows in by_rows(size, rows_per_pass):
         batch = {key: value[rows].to(setting.device) for key, value in setting.padded.batch.items()}
         plain_policy_loss(setting, model, batch, counts).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), setting.config.actor_rollout_ref.actor.grad_clip)
-    results.gradients["exact"] = {name: weight.grad.cpu() for name, weight in model.named_parameters()}
+    torch.nn.utils.clip_grad_norm_(
+        model.parameters(), setting.config.actor_rollout_ref.actor.grad_clip
+    )
+    results.gradients["exact"] = {
+        name: weight.grad.cpu() for name, weight in model.named_parameters()
+    }
 
 
 def measure_plain_actor(setting: Setting, results: Results) -> None:
@@ -280,7 +316,8 @@ def measure_plain_actor(setting: Setting, results: Results) -> None:
     )
     trained.model.eval()
     results.times.setdefault("compute_log_prob", {})["plain"] = measure(
-        setting, lambda: plain_score(setting, trained.model, plain_log_probs, setting.rows_per_padded_pass)
+        setting,
+        lambda: plain_score(setting, trained.model, plain_log_probs, setting.rows_per_padded_pass),
     )
 
 
@@ -290,14 +327,17 @@ def measure_plain_critic(setting: Setting, results: Results) -> None:
     def loss(batch: dict[str, Tensor], counts: LossCounts) -> Tensor:
         values, mask = plain_output(trained.model, batch)[..., 0], batch["response_mask"]
         of_batch = (batch["returns"], batch["values"], mask)
-        return compute_value_loss(values, *of_batch, keys.cliprange_value, keys.loss_agg_mode, counts=counts)[0]
+        return compute_value_loss(
+            values, *of_batch, keys.cliprange_value, keys.loss_agg_mode, counts=counts
+        )[0]
 
     results.times.setdefault("update_critic", {})["plain"] = measure(
         setting, lambda: plain_update(setting, trained, loss)
     )
     trained.model.eval()
     results.times.setdefault("compute_values", {})["plain"] = measure(
-        setting, lambda: plain_score(setting, trained.model, plain_output, setting.rows_per_padded_pass)
+        setting,
+        lambda: plain_score(setting, trained.model, plain_output, setting.rows_per_padded_pass),
     )
 
 
@@ -305,15 +345,33 @@ def measure_plain_critic(setting: Setting, results: Results) -> None:
 
 
 def relative_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    difference = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
-    return float((difference / sum(float(tensor.double().square().sum()) for tensor in expected.values())) ** 0.5)
+    difference = sum(
+        float((found[name] - expected[name]).double().square().sum()) for name in expected
+    )
+    return float(
+        (difference / sum(float(tensor.double().square().sum()) for tensor in expected.values()))
+        ** 0.5
+    )
 
 
 def show(setting: Setting, results: Results, rate: float) -> None:
     tokens = int(setting.padded.batch["attention_mask"].sum())
-    print(f"{len(setting.data)} rows, {tokens} tokens, {setting.shape.num_params / 1e6:.0f}M parameters")
+    print(
+        f"{len(setting.data)} rows, {tokens} tokens, {setting.shape.num_params / 1e6:.0f}M parameters"
+    )
     print(f"matmul rate {rate / 1e12:.1f} TFLOP/s")
-    columns = ("first s", "median s", "plain s", "ratio", "TFLOP/s", "share", "goal", "peak GiB", "plain GiB", "ratio")
+    columns = (
+        "first s",
+        "median s",
+        "plain s",
+        "ratio",
+        "TFLOP/s",
+        "share",
+        "goal",
+        "peak GiB",
+        "plain GiB",
+        "ratio",
+    )
     print(f"{'':17}" + "".join(f"{column:>10}" for column in columns))
     for name, sides in results.times.items():
         ours, plain = sides.get("rolepool"), sides.get("plain")
@@ -347,7 +405,9 @@ def make_setting(options: argparse.Namespace, folder: Path) -> Setting:
     torch.manual_seed(0)
     device = "cpu" if options.tiny else "cuda"
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**content), dtype=torch.bfloat16
+        )
     model.save_pretrained(folder)
     longest = 32 if options.tiny else 512
     rows = 16 if options.tiny else options.rows
@@ -382,16 +442,24 @@ def make_setting(options: argparse.Namespace, folder: Path) -> Setting:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=Path, help="default: recipes/shapes/qwen2.5-0.5b, or qwen2-tiny")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape", type=Path, help="default: recipes/shapes/qwen2.5-0.5b, or qwen2-tiny"
+    )
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=20_480, help="of a packed pass")
     parser.add_argument("--padded-rows", type=int, default=32, help="of a pass of the plain way")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--profile", action="store_true", help="also print which kernels take how long")
+    parser.add_argument(
+        "--profile", action="store_true", help="also print which kernels take how long"
+    )
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
     options = parser.parse_args()
-    options.shape = options.shape or ROOT / "recipes" / "shapes" / ("qwen2-tiny" if options.tiny else "qwen2.5-0.5b")
+    options.shape = options.shape or ROOT / "recipes" / "shapes" / (
+        "qwen2-tiny" if options.tiny else "qwen2.5-0.5b"
+    )
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         backend = "gloo" if options.tiny else "cpu:gloo,cuda:nccl"

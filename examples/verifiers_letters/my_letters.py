@@ -1,4 +1,5 @@
-"""A taskset and a harness of verifiers: the model repeats the first letter of the prompt, in two turns."""
+"""A taskset and a harness of verifiers: the model repeats the first letter of the prompt, in two
+turns."""
 
 from itertools import product
 
@@ -15,7 +16,10 @@ class Letter(vf.Task[vf.TaskData, vf.State]):
 
 class Letters(vf.Taskset[Letter, vf.TasksetConfig]):
     def load(self):
-        return [Letter(vf.TaskData(prompt=" ".join(letters))) for letters in product("abcdefgh", repeat=2)]
+        return [
+            Letter(vf.TaskData(prompt=" ".join(letters)))
+            for letters in product("abcdefgh", repeat=2)
+        ]
 
 
 class TwoTurns(vf.Harness[vf.HarnessConfig]):
@@ -24,12 +28,20 @@ class TwoTurns(vf.Harness[vf.HarnessConfig]):
     NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
-        messages, headers = [{"role": "user", "content": data.prompt}], {"Authorization": f"Bearer {secret}"}
+        messages, headers = (
+            [{"role": "user", "content": data.prompt}],
+            {"Authorization": f"Bearer {secret}"},
+        )
         async with httpx.AsyncClient(base_url=endpoint, headers=headers, timeout=None) as client:
             for _ in range(2):
                 body = {"model": ctx.model, "messages": messages}
-                answer = (await client.post("/chat/completions", json=body)).raise_for_status().json()
-                messages += [answer["choices"][0]["message"], {"role": "user", "content": data.prompt}]
+                answer = (
+                    (await client.post("/chat/completions", json=body)).raise_for_status().json()
+                )
+                messages += [
+                    answer["choices"][0]["message"],
+                    {"role": "user", "content": data.prompt},
+                ]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 

@@ -1,4 +1,5 @@
-"""The environment for `rolepool train`: `environment.path=my_verifiers.py environment.name=rollout`."""
+"""The environment for `rolepool train`: `environment.path=my_verifiers.py
+environment.name=rollout`."""
 
 from rolepool.recipes.environments.verifiers_rollout import rollout_of
 

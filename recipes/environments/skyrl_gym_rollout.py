@@ -37,17 +37,27 @@ async def rollout(row: Row, generate: Generate) -> Trajectory:
     return await rollout_of(name)(row, generate)
 
 
-async def _converse(name: str, arguments: dict[str, Any], row: Row, generate: Generate) -> Trajectory:
+async def _converse(
+    name: str, arguments: dict[str, Any], row: Row, generate: Generate
+) -> Trajectory:
     """Alternate turns of the model and steps of the environment, until the environment or a limit ends it. An error of
     the environment ends it, too, and gives the turn no reward."""
     if isinstance(row["prompt"], str):
-        raise DataError(f"{row['origin']}: environments of skyrl-gym need a list of messages as prompt; write one")
+        raise DataError(
+            f"{row['origin']}: environments of skyrl-gym need a list of messages as prompt; write one"
+        )
     trajectory = Trajectory(list(row["prompt_ids"]))
-    instance = _Instance(partial(skyrl_gym.make, name, extras=_extras(row, generate), **arguments), generate)
+    instance = _Instance(
+        partial(skyrl_gym.make, name, extras=_extras(row, generate), **arguments), generate
+    )
     started = await instance.call(trajectory, "init", row["prompt"])
     if started.error is None and started.value[0] != row["prompt"]:
-        text = render_chat(generate.tokenizer, started.value[0], row["origin"], options=generate.template_options)
-        trajectory.prompt_ids = next(tokenize(generate.tokenizer, [{"is_chat": True, "text": text}]))
+        text = render_chat(
+            generate.tokenizer, started.value[0], row["origin"], options=generate.template_options
+        )
+        trajectory.prompt_ids = next(
+            tokenize(generate.tokenizer, [{"is_chat": True, "text": text}])
+        )
     rewards: list[float] = []
     while generate.has_room(trajectory):
         text = generate.text_of(await generate(trajectory, generate.turns.max_turn_tokens))
@@ -68,7 +78,12 @@ def _extras(row: Row, generate: Generate) -> dict[str, Any]:
     """The columns of a row, as environments of skyrl-gym read them. They name the answer in different ways."""
     others, limit = row["extra_info"], generate.turns.max_assistant_turns
     columns = {name: row[name] for name in ("data_source", "reward_model", "extra_info")}
-    return {"reward_spec": row["reward_model"], **({} if limit is None else {"max_turns": limit}), **others, **columns}
+    return {
+        "reward_spec": row["reward_model"],
+        **({} if limit is None else {"max_turns": limit}),
+        **others,
+        **columns,
+    }
 
 
 class _Instance:
@@ -79,7 +94,9 @@ class _Instance:
         self._state: bytes | None = None
 
     async def call(self, trajectory: Trajectory, method: str, *arguments: Any) -> Outcome:
-        outcome = await self._generate.run(trajectory, _call, self._make, self._state, method, *arguments)
+        outcome = await self._generate.run(
+            trajectory, _call, self._make, self._state, method, *arguments
+        )
         trajectory.num_tool_calls -= method != "step"
         if outcome.error is not None:
             return outcome
@@ -87,7 +104,9 @@ class _Instance:
         return Outcome(value)
 
 
-def _call(make: Callable[[], Any], state: bytes | None, method: str, *arguments: Any) -> tuple[Any, bytes]:
+def _call(
+    make: Callable[[], Any], state: bytes | None, method: str, *arguments: Any
+) -> tuple[Any, bytes]:
     """Call a method of an environment with this state, or of a new one. Returns the result and the new state. The tools
     of skyrl-gym are functions inside functions, which only cloudpickle can write."""
     environment = make() if state is None else cloudpickle.loads(state)

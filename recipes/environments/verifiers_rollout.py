@@ -24,12 +24,16 @@ from rolepool.rollout.environments import Generate, RolloutFunction, Row, Trajec
 HOST, MODEL = "127.0.0.1", "rolepool"
 
 
-def rollout_of(environment: Mapping[str, Any], renderer: Mapping[str, Any] | None = None) -> RolloutFunction:
+def rollout_of(
+    environment: Mapping[str, Any], renderer: Mapping[str, Any] | None = None
+) -> RolloutFunction:
     """The rollout function of the environment that this config of verifiers describes. A row names its task with
     `extra_info.index`. `renderer` is the config of a renderer of verifiers; None takes `ChatRenderer`."""
     loaded = vf.load_environment(vf.resolve_env_config(dict(environment)))
     if not loaded.taskset.bounded:
-        raise ConfigError(f"taskset.id={loaded.taskset.config.id}: it has no end; use one that ends")
+        raise ConfigError(
+            f"taskset.id={loaded.taskset.config.id}: it has no end; use one that ends"
+        )
     return _Host(loaded, renderer).converse
 
 
@@ -38,7 +42,9 @@ class ChatRenderer(DefaultRenderer):  # type: ignore[misc]
 
     config_class = DefaultRendererConfig
 
-    def bridge_to_next_turn(self, prompt: list[int], completion: list[int], messages: Any, *, tools: Any = None) -> Any:
+    def bridge_to_next_turn(
+        self, prompt: list[int], completion: list[int], messages: Any, *, tools: Any = None
+    ) -> Any:
         options = {**(self.config.model_extra or {}), **({"tools": tools} if tools else {})}
         added = added_tokens(self._tokenizer, messages, "a message of verifiers", options)
         before, roles = [*prompt, *completion], [message["role"] for message in messages]
@@ -61,7 +67,9 @@ class _Conversation:
             trajectory = self.trajectory
             before = [*trajectory.prompt_ids, *trajectory.token_ids]
             if token_ids[: len(before)] != before:
-                raise web.HTTPBadRequest(text="the request changes earlier tokens; use another renderer")
+                raise web.HTTPBadRequest(
+                    text="the request changes earlier tokens; use another renderer"
+                )
             trajectory.prompt_ids = trajectory.prompt_ids or token_ids
             trajectory.add(token_ids[len(before or token_ids) :])
             if self.generate.is_over(trajectory):
@@ -71,7 +79,11 @@ class _Conversation:
         tokens = completion.token_ids.tolist()
         pairs = zip(tokens, completion.log_probs.tolist(), strict=True)
         content = [{"token": f"token_id:{token}", "logprob": log_prob} for token, log_prob in pairs]
-        return {"token_ids": tokens, "logprobs": {"content": content}, "finish_reason": completion.finish_reason}
+        return {
+            "token_ids": tokens,
+            "logprobs": {"content": content},
+            "finish_reason": completion.finish_reason,
+        }
 
 
 @cache
@@ -104,13 +116,19 @@ class _Host:
 
         index = row["extra_info"].get("index", -1)
         if not 0 <= index < len(self.tasks):
-            raise DataError(f"{row['origin']}: extra_info.index={index}: write a number below {len(self.tasks)}")
+            raise DataError(
+                f"{row['origin']}: extra_info.index={index}: write a number below {len(self.tasks)}"
+            )
         async with self._running():
-            episode = await self.environment.run_episode(self.tasks[index], self._context(generate), on_trace=opened)
+            episode = await self.environment.run_episode(
+                self.tasks[index], self._context(generate), on_trace=opened
+            )
             trajectories = [self.conversations[trace.id].trajectory for trace in episode.traces]
         errors = [error.message for source in (episode, *episode.traces) for error in source.errors]
         if len(trajectories) != 1 or not trajectories[0].turn_ends:
-            raise RolepoolError(f"verifiers: one agent must answer, for {row['origin']}; errors: {errors}")
+            raise RolepoolError(
+                f"verifiers: one agent must answer, for {row['origin']}; errors: {errors}"
+            )
         generate.queue.errors.extend(errors[:1])
         trajectories[0].num_tool_errors += not episode.ok
         trajectories[0].reward = float(episode.traces[0].reward) if episode.ok else 0.0
@@ -118,14 +136,20 @@ class _Host:
 
     def _context(self, generate: Generate) -> Any:
         """How verifiers reaches the server. The token is not in a variable, because programs would inherit it."""
-        chat = {"name": "custom", "import_path": f"{__name__}.ChatRenderer", **generate.template_options}
+        chat = {
+            "name": "custom",
+            "import_path": f"{__name__}.ChatRenderer",
+            **generate.template_options,
+        }
         client = vf.TrainClientConfig(
             base_url=f"http://{HOST}:{_listener().getsockname()[1]}/v1",
             headers={"Authorization": self.token},
             renderer=chat if self.renderer is None else self.renderer,
             renderer_model_name=generate.tokenizer.name_or_path,
         )
-        return vf.ModelContext(MODEL, client, vf.Sampling(max_tokens=generate.turns.max_turn_tokens))
+        return vf.ModelContext(
+            MODEL, client, vf.Sampling(max_tokens=generate.turns.max_turn_tokens)
+        )
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
@@ -147,7 +171,9 @@ class _Host:
         for name in ("httpx", "aiohttp.access"):  # they log every request
             logging.getLogger(name).setLevel(logging.WARNING)
         application = web.Application(client_max_size=2**30)
-        application.add_routes([web.get("/v1/models", self._serve), web.post("/inference/v1/generate", self._serve)])
+        application.add_routes(
+            [web.get("/v1/models", self._serve), web.post("/inference/v1/generate", self._serve)]
+        )
         runner = web.AppRunner(application, access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -156,10 +182,17 @@ class _Host:
 
     async def _serve(self, request: Any) -> Any:
         """Answer a request of either route."""
-        if not secrets.compare_digest(request.headers.get("Authorization", "").encode(), self.token.encode()):
+        if not secrets.compare_digest(
+            request.headers.get("Authorization", "").encode(), self.token.encode()
+        ):
             raise web.HTTPUnauthorized
         if request.method == "GET":
             return web.json_response({"data": [{"id": MODEL}]})
-        body, conversation = await request.json(), self.conversations[request.headers["X-Session-ID"]]
-        choice = await conversation.answer(body["token_ids"], body["sampling_params"].get("max_tokens"))
+        body, conversation = (
+            await request.json(),
+            self.conversations[request.headers["X-Session-ID"]],
+        )
+        choice = await conversation.answer(
+            body["token_ids"], body["sampling_params"].get("max_tokens")
+        )
         return web.json_response({"choices": [choice]})

@@ -13,16 +13,44 @@ if TYPE_CHECKING:
     from rolepool.protocol import DataProto, DataProtoFuture, Dispatch, Execute, Worker, register
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "Config", "DataProto", "DataProtoFuture", "Dispatch", "Execute", "LoadedConfig", "PlanSummary"]
-__all__ += ["ResourcePool", "ResourcePoolManager", "Role", "RolepoolError", "Run", "Worker", "WorkerGroup"]
-__all__ += ["__version__", "load_config", "plan", "register", "register_adv_est", "register_policy_loss", "train"]
+__all__ = [
+    "Cluster",
+    "Config",
+    "DataProto",
+    "DataProtoFuture",
+    "Dispatch",
+    "Execute",
+    "LoadedConfig",
+    "PlanSummary",
+]
+__all__ += [
+    "ResourcePool",
+    "ResourcePoolManager",
+    "Role",
+    "RolepoolError",
+    "Run",
+    "Worker",
+    "WorkerGroup",
+]
+__all__ += [
+    "__version__",
+    "load_config",
+    "plan",
+    "register",
+    "register_adv_est",
+    "register_policy_loss",
+    "train",
+]
 
 _HOME = {
     **dict.fromkeys(("PlanSummary", "Run", "load_config", "plan", "train"), "rolepool.api"),
     **dict.fromkeys(("Config", "LoadedConfig"), "rolepool.config"),
     "RolepoolError": "rolepool.errors",
     **dict.fromkeys(("Role", "ResourcePool", "ResourcePoolManager"), "rolepool.placement"),
-    **dict.fromkeys(("DataProto", "DataProtoFuture", "Dispatch", "Execute", "Worker", "register"), "rolepool.protocol"),
+    **dict.fromkeys(
+        ("DataProto", "DataProtoFuture", "Dispatch", "Execute", "Worker", "register"),
+        "rolepool.protocol",
+    ),
     **dict.fromkeys(("Cluster", "WorkerGroup"), "rolepool.cluster"),
     **dict.fromkeys(("register_adv_est", "register_policy_loss"), "rolepool.algorithm"),
 }

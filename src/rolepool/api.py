@@ -1,7 +1,7 @@
 """rolepool in Python: `import rolepool as rp`, then `rp.plan`, `rp.train` and `rp.Run`.
 
-Owns the arguments of these functions. They do what the commands with these names do, with the same messages. Slow
-imports wait until a function needs them.
+Owns the arguments of these functions. They do what the commands with these names do, with the same
+messages. Slow imports wait until a function needs them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from rolepool.data.reward_functions import PYTHON_FUNCTION
 from rolepool.errors import ConfigError, PlacementError, RolepoolError, collected, explained, logger
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
-from rolepool.placement.checks import Replan, advise, engines_of, find_problems, find_snapshot_warnings, find_warnings
+from rolepool.placement.checks import (
+    Replan,
+    advise,
+    engines_of,
+    find_problems,
+    find_snapshot_warnings,
+    find_warnings,
+)
 from rolepool.placement.estimate import estimate_memory, snapshot_bytes
 from rolepool.placement.plan import Schedule, detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.render import PlanSummary as PlanSummary
@@ -41,14 +48,15 @@ Source = str | Path | Mapping[str, Any] | LoadedConfig
 
 
 def load_config(config: Source | Sequence[Source] = (), **keys: Any) -> LoadedConfig:
-    """Load and check a config, as all commands do. Raises ConfigError with one line for each problem.
+    """Load and check a config, as all commands do. Raises ConfigError with one line for each
+    problem.
 
-    `config` is a YAML file, the name of a recipe, a dict, a config that this function returned, or a list of them; the
-    last one wins. `keys` win over `config`. Write them as nested dicts (`trainer={"save_freq": 5}`) or as dotted keys
-    (`**{"trainer.save_freq": 5}`).
+    `config` is a YAML file, the name of a recipe, a dict, a config that this function returned, or
+    a list of them; the last one wins. `keys` win over `config`. Write them as nested dicts
+    (`trainer={"save_freq": 5}`) or as dotted keys (`**{"trainer.save_freq": 5}`).
 
-    The result has the values in `.config`, such as `.config.trainer.save_freq`. `.to_yaml()` returns all keys as text,
-    and `.explain("trainer.save_freq")` says what a key means.
+    The result has the values in `.config`, such as `.config.trainer.save_freq`. `.to_yaml()`
+    returns all keys as text, and `.explain("trainer.save_freq")` says what a key means.
     """
     return loading.load_config(_files(config, keys))
 
@@ -64,9 +72,10 @@ def plan(
 ) -> PlanSummary:
     """Which roles run on which GPUs, whether they fit in memory, and what runs at the same time.
 
-    `config`, `model`, `placement` and `keys` are those of `train`. `inventory` is the number of GPUs on each node, such
-    as `[8, 8]`. `gpu_memory` is the memory of one GPU in GiB; the default is that of this machine's GPU. Starts no
-    process and imports neither torch nor Ray. Raises PlacementError if the roles cannot be placed.
+    `config`, `model`, `placement` and `keys` are those of `train`. `inventory` is the number of
+    GPUs on each node, such as `[8, 8]`. `gpu_memory` is the memory of one GPU in GiB; the default
+    is that of this machine's GPU. Starts no process and imports neither torch nor Ray. Raises
+    PlacementError if the roles cannot be placed.
     """
     if inventory is not None and not isinstance(inventory, str):
         inventory = ",".join(map(str, inventory))
@@ -90,7 +99,8 @@ def train(
     on_validation: OnValidation | None = None,
     **keys: Any,
 ) -> Run:
-    """Train, and return the finished run. Resumes from the newest checkpoint of the run folder if there is one.
+    """Train, and return the finished run. Resumes from the newest checkpoint of the run folder if
+    there is one.
 
     - `model`: a Hugging Face model folder or hub id (`actor_rollout_ref.model.path`).
     - `data`, `val_data`: files (`data.train_files`, `data.val_files`), a list of rows (dicts), or a `datasets.Dataset`.
@@ -106,8 +116,9 @@ def train(
     - `on_step(step, metrics)` is called after each step. `on_validation(step, metrics, samples)` is called after each
       validation; a sample has the prompt, the response, the ground truth and the score.
 
-    Ctrl-C (in a notebook: interrupt) finishes the step, saves it if the run saves checkpoints, and raises
-    KeyboardInterrupt. Errors that you can fix are RolepoolErrors. May be called again in the same process.
+    Ctrl-C (in a notebook: interrupt) finishes the step, saves it if the run saves checkpoints, and
+    raises KeyboardInterrupt. Errors that you can fix are RolepoolErrors. May be called again in the
+    same process.
     """
     from rolepool.trainer.main_ppo import start
     from rolepool.trainer.start_checks import checked
@@ -140,7 +151,8 @@ def train(
 
 
 class Run:
-    """A run folder, such as `Run("runs/demo")`: what `train` returns. The run may still be training."""
+    """A run folder, such as `Run("runs/demo")`: what `train` returns. The run may still be
+    training."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
@@ -164,14 +176,17 @@ class Run:
         """The plan of the run, with the memory estimate for this machine's GPU."""
         recorded = self._read().plans
         if not recorded:
-            raise ConfigError(f"run {self.folder}: has no readable plan.json; use rp.plan with the config of the run")
+            raise ConfigError(
+                f"run {self.folder}: has no readable plan.json; use rp.plan with the config of the run"
+            )
         with only_reading():
             made, schedule = recorded[-1].plan, recorded[-1].schedule
             return _summary_of(self.config, made, detect_gpu_memory(), build_plan, schedule)
 
     def metrics(self) -> Any:
-        """The metrics of all steps: a pandas DataFrame with one row per step, or a list of dicts if pandas is not
-        installed. Metrics of a validation or a checkpoint are in the row of its step."""
+        """The metrics of all steps: a pandas DataFrame with one row per step, or a list of dicts if
+        pandas is not installed. Metrics of a validation or a checkpoint are in the row of its
+        step."""
         rows = self._read().metrics
         if find_spec("pandas") is None:
             return [{"step": step, **row} for step, row in rows.items()]
@@ -187,10 +202,15 @@ class Run:
         with only_reading(), explained(f"report {page}: cannot be written", "give another path"):
             return write_atomically(page, [render(self._read(last_bytes=math.inf))])
 
-    def move(self, *words: str, timeout_s: float = 600.0, on_progress: Callable[[str], object] = logger.info) -> str:
+    def move(
+        self,
+        *words: str,
+        timeout_s: float = 600.0,
+        on_progress: Callable[[str], object] = logger.info,
+    ) -> str:
         """Ask the run, which must be training in another process, to change its placement, such as
-        `run.move("placement.strategy=split")`. Waits until it has moved, and returns what it did. `on_progress` gets a
-        line every few seconds."""
+        `run.move("placement.strategy=split")`. Waits until it has moved, and returns what it did.
+        `on_progress` gets a line every few seconds."""
         from rolepool.trainer.moves import ask_run, check_move, check_words, is_known, moved
 
         check_words(words)
@@ -199,12 +219,17 @@ class Run:
             with only_reading(*words):
                 made, loaded = moved(saved.config, words)
                 before = self._read().plan
-                check_move(loaded.config, made, None if made.device == "cpu" else detect_gpu_memory(), before)
+                check_move(
+                    loaded.config,
+                    made,
+                    None if made.device == "cpu" else detect_gpu_memory(),
+                    before,
+                )
         return ask_run(self.folder, words, timeout_s, on_progress)
 
     def export(self, folder: str | Path, step: int | None = None, role: str = "actor") -> Path:
-        """Write the model of a checkpoint as a Hugging Face model folder and return this folder; default: the actor of
-        the newest checkpoint."""
+        """Write the model of a checkpoint as a Hugging Face model folder and return this folder;
+        default: the actor of the newest checkpoint."""
         from rolepool.trainer.checkpoint import export_run
 
         with only_reading():
@@ -215,9 +240,11 @@ class Run:
 _Inventory = tuple[int, ...] | None  # the number of GPUs on each node; None if the config says it
 
 
-def checked_for_plan(draft: loading.Draft, inventory: _Inventory, gpu_memory_bytes: int | None) -> LoadedConfig:
-    """The config of a draft without problems. If it has some, ConfigError also has those of the plan, and why training
-    would not start."""
+def checked_for_plan(
+    draft: loading.Draft, inventory: _Inventory, gpu_memory_bytes: int | None
+) -> LoadedConfig:
+    """The config of a draft without problems. If it has some, ConfigError also has those of the
+    plan, and why training would not start."""
     more: list[str] = []
     if draft.problems:
         counts = _plan_problems(draft.loaded, inventory, gpu_memory_bytes)
@@ -225,7 +252,9 @@ def checked_for_plan(draft: loading.Draft, inventory: _Inventory, gpu_memory_byt
     return draft.checked(*more)
 
 
-def summarise(loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None) -> PlanSummary:
+def summarise(
+    loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None
+) -> PlanSummary:
     """Make the plan of a config on these nodes, and find out what is known about it."""
     config = _fitted(loaded, inventory, gpu_memory_bytes)
     replan = _replan(loaded, inventory)
@@ -243,7 +272,8 @@ def summarise(loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int
 
 
 def _fitted(loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None) -> Config:
-    """The config with the number of GPUs of the nodes that it is planned for, if the user did not set one."""
+    """The config with the number of GPUs of the nodes that it is planned for, if the user did not
+    set one."""
     config = loaded.config
     if "trainer.n_gpus_per_node" in loaded.set_keys:
         return config
@@ -256,23 +286,34 @@ def _fitted(loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int |
 
 
 def _replan(loaded: LoadedConfig, inventory: _Inventory) -> Replan:
-    """What makes plans on the whole inventory, or only on as many nodes and GPUs as the user has set."""
-    take_all = inventory is not None and not loaded.set_keys & {"trainer.nnodes", "trainer.n_gpus_per_node"}
+    """What makes plans on the whole inventory, or only on as many nodes and GPUs as the user has
+    set."""
+    take_all = inventory is not None and not loaded.set_keys & {
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+    }
     return partial(build_plan, gpus_per_node=inventory, take_all=take_all)
 
 
 def _is_for_this_machine(config: Config, inventory: _Inventory) -> bool:
     """Whether a plan is for this machine, or one that has no more GPUs."""
-    return inventory is None and (config.trainer.device == "cpu" or config.trainer.n_gpus_per_node <= num_gpus())
+    return inventory is None and (
+        config.trainer.device == "cpu" or config.trainer.n_gpus_per_node <= num_gpus()
+    )
 
 
-def _plan_problems(loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None) -> Iterator[str]:
+def _plan_problems(
+    loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None
+) -> Iterator[str]:
     config = _fitted(loaded, inventory, gpu_memory_bytes)
     yield from find_problems(config, _replan(loaded, inventory)(config))
 
 
-def _why_not_started(loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None) -> Iterator[str]:
-    """Why the planned config cannot be trained: what is not implemented, and what this machine does not have."""
+def _why_not_started(
+    loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None
+) -> Iterator[str]:
+    """Why the planned config cannot be trained: what is not implemented, and what this machine does
+    not have."""
     for problem in loaded.why_not_trained():
         yield f"training does not start: {problem}"
     if _is_for_this_machine(_fitted(loaded, inventory, gpu_memory_bytes), inventory):
@@ -283,7 +324,11 @@ def _why_not_started(loaded: LoadedConfig, inventory: _Inventory, gpu_memory_byt
 
 
 def _summary_of(
-    config: Config, made: Plan, gpu_memory_bytes: int | None, replan: Replan, schedule: Schedule | None = None
+    config: Config,
+    made: Plan,
+    gpu_memory_bytes: int | None,
+    replan: Replan,
+    schedule: Schedule | None = None,
 ) -> PlanSummary:
     """The summary of a plan. Without a schedule, the step is run on paper."""
     from rolepool.trainer.paper import schedule_of
@@ -292,21 +337,30 @@ def _summary_of(
     overlaps = (schedule or schedule_of(config)).overlaps(made.roles)
     advice = advise(config, made, estimate, gpu_memory_bytes, replan)
     warnings = list(find_warnings(config, made, on_cpus=False))
-    problems, engines, needed = find_problems(config, made), engines_of(config), snapshot_bytes(config, made)
+    problems, engines, needed = (
+        find_problems(config, made),
+        engines_of(config),
+        snapshot_bytes(config, made),
+    )
     settings: dict[str, str] = {}
     with suppress(RolepoolError):  # one of the problems
         if stops := read_stop_tokens(config).in_words():
             settings["stop tokens"] = stops
     if config.actor_rollout_ref.actor.policy_loss.loss_mode != "vanilla":
         settings["policy loss"] = policy_loss_in_words(config)
-    return PlanSummary(made, overlaps, estimate, problems, warnings, advice, engines, needed, settings)
+    return PlanSummary(
+        made, overlaps, estimate, problems, warnings, advice, engines, needed, settings
+    )
 
 
 # From arguments to keys
 
 
-def _files(config: Source | Sequence[Source], keys: Mapping[str, Any]) -> list[loading.ConfigSource]:
-    """All that a call names, for the loader, which reads it together: one source may set a key that another needs."""
+def _files(
+    config: Source | Sequence[Source], keys: Mapping[str, Any]
+) -> list[loading.ConfigSource]:
+    """All that a call names, for the loader, which reads it together: one source may set a key that
+    another needs."""
     sources = [config] if isinstance(config, str | Path | Mapping | LoadedConfig) else config
     return [*map(_as_file, sources), keys]
 
@@ -314,14 +368,22 @@ def _files(config: Source | Sequence[Source], keys: Mapping[str, Any]) -> list[l
 def _as_file(source: Source) -> loading.ConfigSource:
     """A source in a form that the loader of files reads: a name, or keys with values."""
     if isinstance(source, LoadedConfig):
-        import_extensions(source.config.trainer.extensions)  # in case that another process has loaded it
+        import_extensions(
+            source.config.trainer.extensions
+        )  # in case that another process has loaded it
         # Only the keys that were set, so that others still follow them
-        return loading.PlainValues({path: source.value_of(path) for path in sorted(source.set_keys)})
+        return loading.PlainValues(
+            {path: source.value_of(path) for path in sorted(source.set_keys)}
+        )
     return source if isinstance(source, Mapping) else str(source)
 
 
 def _named(model: str | Path | None, placement: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    strategy = placement if isinstance(placement, Mapping) or placement is None else {"strategy": placement}
+    strategy = (
+        placement
+        if isinstance(placement, Mapping) or placement is None
+        else {"strategy": placement}
+    )
     keys = {"actor_rollout_ref.model.path": model, "placement": strategy}
     return {key: value for key, value in keys.items() if value is not None}
 
@@ -331,5 +393,7 @@ def _check_can_be_sent(function: Callable[..., Any], name: str) -> None:
     import cloudpickle
 
     fix = "create what cannot be copied inside the function"
-    with explained(f"reward={name}: cannot be sent to the reward workers", fix, Exception):  # it may raise anything
+    with explained(
+        f"reward={name}: cannot be sent to the reward workers", fix, Exception
+    ):  # it may raise anything
         cloudpickle.dumps(function)

@@ -1,6 +1,7 @@
 """The command line: one function for each command.
 
-Owns the list of commands and what they print. Slow imports are inside the commands, so that `--help` answers at once.
+Owns the list of commands and what they print. Slow imports are inside the commands, so that
+`--help` answers at once.
 """
 
 import sys
@@ -42,7 +43,9 @@ def _dispatch(arguments: list[str]) -> int | None:
         print("PPO post-training of language models; you choose which models share which GPUs.\n")
         for command in COMMANDS.values():
             print(f"  rolepool {command.__name__:<8} {command.__doc__}")
-        print("\n`rolepool COMMAND --help` explains a command. Config keys: docs/config.md, or `rolepool config KEY`.")
+        print(
+            "\n`rolepool COMMAND --help` explains a command. Config keys: docs/config.md, or `rolepool config KEY`."
+        )
     else:
         raise ConfigError(f"{name!r}: no such command; use one of {', '.join(COMMANDS)}")
     return None
@@ -52,13 +55,22 @@ def _dispatch(arguments: list[str]) -> int | None:
 
 
 def plan(parser: Parser, arguments: list[str]) -> int | None:
-    """Show which roles run on which GPUs, whether they fit in memory, and what runs at the same time."""
+    """Show which roles run on which GPUs, whether they fit in memory, and what runs at the same
+    time."""
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     nodes = parser.add_mutually_exclusive_group()
-    nodes.add_argument("--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)")
-    nodes.add_argument("--live", action="store_true", help="read the inventory from the running Ray cluster")
-    parser.add_argument("--gpu-memory", metavar="80", help="memory of one GPU in GiB; default: this machine's GPU")
-    parser.add_argument("--strict", action="store_true", help="exit with code 2 if the memory estimate does not fit")
+    nodes.add_argument(
+        "--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)"
+    )
+    nodes.add_argument(
+        "--live", action="store_true", help="read the inventory from the running Ray cluster"
+    )
+    parser.add_argument(
+        "--gpu-memory", metavar="80", help="memory of one GPU in GiB; default: this machine's GPU"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="exit with code 2 if the memory estimate does not fit"
+    )
     options = parser.parse_intermixed_args(arguments)
 
     from rolepool.api import checked_for_plan, summarise
@@ -71,7 +83,9 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
 
         config = draft.checked().config
         inventory = live_inventory(config.ray_kwargs.ray_init.address, config.trainer.device)
-    gpu_memory = parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
+    gpu_memory = (
+        parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
+    )
     loaded = checked_for_plan(draft, inventory, gpu_memory)
     made = summarise(loaded, inventory, gpu_memory)
     print(made.to_json() if options.json else made.to_terminal())
@@ -102,8 +116,11 @@ def train(parser: Parser, arguments: list[str]) -> int | None:
 
 
 def signal(parser: Parser, arguments: list[str]) -> None:
-    """Generate and score responses to some training prompts, to see whether there is something to learn."""
-    parser.add_argument("--prompts", type=int, default=64, metavar="N", help="number of prompts; default: 64")
+    """Generate and score responses to some training prompts, to see whether there is something to
+    learn."""
+    parser.add_argument(
+        "--prompts", type=int, default=64, metavar="N", help="number of prompts; default: 64"
+    )
     options = parser.parse_intermixed_args(arguments)
     if options.prompts < 1:
         raise ConfigError(f"--prompts {options.prompts}: must be at least 1")
@@ -124,7 +141,9 @@ def signal(parser: Parser, arguments: list[str]) -> None:
         from rolepool.terminal import Terminal
         from rolepool.trainer.signal import measure_signal
 
-    measured = measure_signal(loaded, options.prompts, lambda line: print(line, file=sys.stderr, flush=True))
+    measured = measure_signal(
+        loaded, options.prompts, lambda line: print(line, file=sys.stderr, flush=True)
+    )
     Terminal(soft_wrap=True).print(measured.as_table())
     print(f"{measured.tokens_per_s:,.0f} tokens/s while generating")
     print_errors(measured.advice(), label="")
@@ -134,8 +153,15 @@ def move(parser: Parser, arguments: list[str]) -> None:
     """Change the placement of a run while it trains."""
     parser.usage = "rolepool move RUN placement.strategy=split [key=value...] [--timeout SECONDS]"
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
-    parser.add_argument("words", nargs="*", metavar="key=value", help="the new placement; other keys stay as they are")
-    parser.add_argument("--timeout", type=float, default=600.0, help="how many seconds to wait for it; default: 600")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="key=value",
+        help="the new placement; other keys stay as they are",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="how many seconds to wait for it; default: 600"
+    )
     options = parser.parse_intermixed_args(arguments)
 
     from rolepool.api import Run
@@ -143,7 +169,9 @@ def move(parser: Parser, arguments: list[str]) -> None:
     def show_progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    print_line(Run(options.run).move(*options.words, timeout_s=options.timeout, on_progress=show_progress))
+    print_line(
+        Run(options.run).move(*options.words, timeout_s=options.timeout, on_progress=show_progress)
+    )
 
 
 def export(parser: Parser, arguments: list[str]) -> None:
@@ -204,18 +232,27 @@ def watch(parser: Parser, arguments: list[str]) -> None:
 
 
 def serve(parser: Parser, arguments: list[str]) -> None:
-    """Show all runs below a folder in the browser: a live list, the report of each run, and comparisons."""
+    """Show all runs below a folder in the browser: a live list, the report of each run, and
+    comparisons."""
     parser.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="default: runs")
     parser.add_argument("--port", type=int, default=0, help="default: a free port")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; default: this machine only"
+    )
     options = parser.parse_intermixed_args(arguments)
 
     from rolepool.report.serve import Server
 
-    with explained(f"--host {options.host} --port {options.port}: cannot be used", "name another one", OverflowError):
+    with explained(
+        f"--host {options.host} --port {options.port}: cannot be used",
+        "name another one",
+        OverflowError,
+    ):
         server = Server(Path(options.folder), options.host, options.port)
     if not str(server.server_address[0]).startswith("127."):
-        warning = f"--host {options.host}: other machines can reach this page, and it is not encrypted"
+        warning = (
+            f"--host {options.host}: other machines can reach this page, and it is not encrypted"
+        )
         print_errors([warning], label="warning: ")
     print_line(f"runs in {server.root}; press Ctrl-C to stop\n{server.url}")
     with suppress(KeyboardInterrupt), server:
@@ -225,7 +262,9 @@ def serve(parser: Parser, arguments: list[str]) -> None:
 
 def demo(parser: Parser, arguments: list[str]) -> None:
     """Create the demo's models, tokenizer and prompts in a folder, unless they exist."""
-    parser.add_argument("folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data")
+    parser.add_argument(
+        "folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data"
+    )
     options = parser.parse_intermixed_args(arguments)
 
     from safetensors import SafetensorError
@@ -238,8 +277,11 @@ def demo(parser: Parser, arguments: list[str]) -> None:
 
 
 def recipes(parser: Parser, arguments: list[str]) -> None:
-    """List the recipes: configs that are part of rolepool and can be trained by name; with NAME, print one."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe; `rolepool train NAME` trains it")
+    """List the recipes: configs that are part of rolepool and can be trained by name; with NAME,
+    print one."""
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="a recipe; `rolepool train NAME` trains it"
+    )
     options = parser.parse_intermixed_args(arguments)
 
     from rolepool.config.sources import recipe_names, recipe_text
@@ -252,13 +294,20 @@ def recipes(parser: Parser, arguments: list[str]) -> None:
 
 
 def compare(parser: Parser, arguments: list[str]) -> int | None:
-    """Compare runs: reward, speed and keys; with --run, first train a recipe with each placement listed after `--`."""
-    usage = "rolepool compare RUN [RUN...] [--output-dir DIR]\n       rolepool compare --run RECIPE "
+    """Compare runs: reward, speed and keys; with --run, first train a recipe with each placement
+    listed after `--`."""
+    usage = (
+        "rolepool compare RUN [RUN...] [--output-dir DIR]\n       rolepool compare --run RECIPE "
+    )
     parser.usage = usage + "[key=value...] -- standard split placement.strategy=split,key=value"
     words_help = "run folders; with --run, overrides for all placements"
     parser.add_argument("words", nargs="*", metavar="RUN|key=value", help=words_help)
-    parser.add_argument("--run", metavar="RECIPE", help="first train this recipe with each placement")
-    parser.add_argument("--output-dir", metavar="DIR", help="default: `comparison` next to the first run")
+    parser.add_argument(
+        "--run", metavar="RECIPE", help="first train this recipe with each placement"
+    )
+    parser.add_argument(
+        "--output-dir", metavar="DIR", help="default: `comparison` next to the first run"
+    )
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options, placements = parser.parse_intermixed_args(arguments[:end]), arguments[end + 1 :]
 
@@ -272,19 +321,25 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
     failures: list[str] = []
     if options.run is not None:
         say = partial(print, flush=True)
-        folders, failures = comparison.run_placements(options.run, options.words, placements, say, wait_for)
+        folders, failures = comparison.run_placements(
+            options.run, options.words, placements, say, wait_for
+        )
         print_errors(failures)
     with only_reading():
         runs = comparison.read_runs(folders)
     if len(runs) < 2 or (placements and options.run is None):
-        raise ConfigError("compare: needs two runs, or one that moved; give run folders, or --run RECIPE -- PLACEMENTS")
+        raise ConfigError(
+            "compare: needs two runs, or one that moved; give run folders, or --run RECIPE -- PLACEMENTS"
+        )
     print_errors((f"{name}: {note}" for name, run in runs.items() for note in run.notes), label="")
     lines = comparison.compare(runs)
     terminal = Terminal(width=comparison.TABLE_WIDTH)
     sentences = [comparison.headline(runs, lines), *comparison.notes_on(runs)]
     terminal.print(*sentences, "", sep="\n", soft_wrap=True)
     terminal.print(comparison.as_table(lines))
-    output = Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
+    output = (
+        Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
+    )
     with explained(f"--output-dir {output}: cannot be written", "name another folder"):
         page = write_comparison(runs, lines, output)
     print_line(page)
@@ -292,24 +347,50 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
 
 
 def predict(parser: Parser, arguments: list[str]) -> int | None:
-    """Predict how long a step takes under other placements, from recorded runs; with --search, find the best one."""
+    """Predict how long a step takes under other placements, from recorded runs; with --search, find
+    the best one."""
     parser.usage = "rolepool predict RUN [RUN...] -- standard split ...\n       rolepool predict RUN [RUN...] --search"
-    parser.add_argument("runs", nargs="+", metavar="RUN|LOG", help="run folders with the same models, or a verl log")
-    parser.add_argument("--measured", nargs="+", default=[], metavar="RUN", help="runs to compare the predictions with")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN|LOG", help="run folders with the same models, or a verl log"
+    )
+    parser.add_argument(
+        "--measured",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="runs to compare the predictions with",
+    )
     parser.add_argument("--search", action="store_true", help="search for the best placements")
     gpus = parser.add_mutually_exclusive_group()
     gpus.add_argument("--gpus", type=int, help="number of GPUs of one node; default: as the run")
-    gpus.add_argument("--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)")
+    gpus.add_argument(
+        "--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)"
+    )
     parser.add_argument("--objective", choices=("time", "throughput_per_gpu"), default="time")
-    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="other work: new values of keys")
-    parser.add_argument("--speed", nargs="+", default=[], metavar="rollout=2", help="what if a role were faster")
-    parser.add_argument("--scaling", metavar="1,2,4,8", help="the best step time for each number of GPUs")
-    parser.add_argument("--gpu-memory", metavar="80", help="memory of one GPU in GiB; default: this machine's GPU")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where the plot of --scaling goes; default: scaling.png")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="key=value", help="other work: new values of keys"
+    )
+    parser.add_argument(
+        "--speed", nargs="+", default=[], metavar="rollout=2", help="what if a role were faster"
+    )
+    parser.add_argument(
+        "--scaling", metavar="1,2,4,8", help="the best step time for each number of GPUs"
+    )
+    parser.add_argument(
+        "--gpu-memory", metavar="80", help="memory of one GPU in GiB; default: this machine's GPU"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="where the plot of --scaling goes; default: scaling.png",
+    )
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options, placements = parser.parse_intermixed_args(arguments[:end]), arguments[end + 1 :]
     if [bool(placements), options.search, options.scaling is not None].count(True) != 1:
-        raise ConfigError("predict: give placements after `--`, such as `-- standard split`, or --search, or --scaling")
+        raise ConfigError(
+            "predict: give placements after `--`, such as `-- standard split`, or --search, or --scaling"
+        )
 
     from rolepool.config.functions import only_reading
     from rolepool.report.compare import overrides_of
@@ -334,10 +415,14 @@ def predict(parser: Parser, arguments: list[str]) -> int | None:
         terminal.print(why_best(*found.values()), soft_wrap=True)
     elif found and options.scaling is not None:
         path = Path(options.output or "scaling.png")
-        with explained(f"{parser.prog} {path}: cannot be written", "give another file with -o", ValueError):
+        with explained(
+            f"{parser.prog} {path}: cannot be written", "give another file with -o", ValueError
+        ):
             plot_scaling(found, path)
         print_line(path)
-    print_errors(dict.fromkeys(note for one in found.values() for note in one.notes), label="note: ")
+    print_errors(
+        dict.fromkeys(note for one in found.values() for note in one.notes), label="note: "
+    )
     print_errors(problems)
     return EXIT_USER_ERROR if problems and not found else None
 
@@ -356,8 +441,26 @@ def plot(parser: Parser, arguments: list[str]) -> None:
         print_line(path)
 
 
-_ALL = (plan, config, signal, train, move, predict, recipes, watch, serve, report, compare, plot, trace, export, demo)
-COMMANDS: dict[str, Callable[[Parser, list[str]], int | None]] = {command.__name__: command for command in _ALL}
+_ALL = (
+    plan,
+    config,
+    signal,
+    train,
+    move,
+    predict,
+    recipes,
+    watch,
+    serve,
+    report,
+    compare,
+    plot,
+    trace,
+    export,
+    demo,
+)
+COMMANDS: dict[str, Callable[[Parser, list[str]], int | None]] = {
+    command.__name__: command for command in _ALL
+}
 CONFIG_WORDS = "RECIPE, FILE or key=value"
 WORDS = {"plan": CONFIG_WORDS, "signal": CONFIG_WORDS, "config": f"KEY, {CONFIG_WORDS}"}
 """What the positional arguments are, for commands that load a config."""

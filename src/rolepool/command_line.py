@@ -1,7 +1,7 @@
 """What all programs share: arguments, exit codes, and how errors are printed.
 
-Exit code 0: success. 2: the user must change something; each problem is one line, without a traceback. Imports nothing
-that is slow to import.
+Exit code 0: success. 2: the user must change something; each problem is one line, without a
+traceback. Imports nothing that is slow to import.
 """
 
 import argparse
@@ -12,7 +12,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from rolepool.errors import ConfigError, RayDiedError, RolepoolError, Terminated, one_line, printable
+from rolepool.errors import (
+    ConfigError,
+    RayDiedError,
+    RolepoolError,
+    Terminated,
+    one_line,
+    printable,
+)
 
 if TYPE_CHECKING:
     from rolepool.config import Draft, LoadedConfig
@@ -23,11 +30,15 @@ EXIT_RAY_DIED = 75
 
 
 class DriverEnd(SystemExit):
-    """Ends a driver process, which is a copy of the process that started it, without running the code that follows."""
+    """Ends a driver process, which is a copy of the process that started it, without running the
+    code that follows."""
 
 
-def run_program(program: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
-    """Run a program with `argv`, or with this process's arguments. Return its exit code; None counts as success."""
+def run_program(
+    program: Callable[[list[str]], int | None], argv: Sequence[str] | None = None
+) -> int:
+    """Run a program with `argv`, or with this process's arguments. Return its exit code; None
+    counts as success."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be UTF-8
         sys.stdout.reconfigure(errors="surrogateescape")
     try:
@@ -51,13 +62,14 @@ def run_program(program: Callable[[list[str]], int | None], argv: Sequence[str] 
 
 
 def silence_stdout() -> None:
-    """Discard all further output. For a closed output pipe (`| head`): no later write or flush may fail."""
+    """Discard all further output. For a closed output pipe (`| head`): no later write or flush may
+    fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_line(text: object) -> None:
-    """Print a line with a file name or an answer in it: exactly for another program, and without control characters on
-    a terminal."""
+    """Print a line with a file name or an answer in it: exactly for another program, and without
+    control characters on a terminal."""
     print(printable(str(text)) if sys.stdout.isatty() else text, flush=True)
 
 
@@ -78,13 +90,23 @@ class Parser(argparse.ArgumentParser):
         self._takes_overrides = words is not None
         if words is not None:
             metavar = words.replace(", ", "|").replace(" or ", "|")
-            self.add_argument("words", nargs="*", metavar=metavar, help=f"{words}; overrides win over files")
-            self.add_argument("--config-path", metavar="FOLDER", help="folder of --config-name; default: this folder")
-            self.add_argument("--config-name", metavar="NAME", help="a YAML file to load first, such as ppo_trainer")
+            self.add_argument(
+                "words", nargs="*", metavar=metavar, help=f"{words}; overrides win over files"
+            )
+            self.add_argument(
+                "--config-path",
+                metavar="FOLDER",
+                help="folder of --config-name; default: this folder",
+            )
+            self.add_argument(
+                "--config-name",
+                metavar="NAME",
+                help="a YAML file to load first, such as ppo_trainer",
+            )
 
     def parse_intermixed_args(self, args: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
-        """The same as that of argparse. A program that takes overrides answers options of other trainers with the
-        overrides to write."""
+        """The same as that of argparse. A program that takes overrides answers options of other
+        trainers with the overrides to write."""
         options, unknown = self.parse_known_intermixed_args(args)
         names = [word for word in unknown if word.startswith("-")] or unknown
         problems: list[str] = []
@@ -112,7 +134,8 @@ def shown(word: str) -> str:
 
 
 def what_to_write(word: str, arguments: Sequence[str]) -> str | None:
-    """The override in place of an option that does not exist, such as `--pretrain`; None if no key is known for it."""
+    """The override in place of an option that does not exist, such as `--pretrain`; None if no key
+    is known for it."""
     from rolepool.config.other_names import Hint, hint_for_option
     from rolepool.config.schema import all_keys
 
@@ -145,7 +168,8 @@ def load_words(options: argparse.Namespace, words: Sequence[str] | None = None) 
 
 
 def read_words(options: argparse.Namespace, words: Sequence[str] | None = None) -> "Draft":
-    """The same, but problems are not raised yet, so that they can be reported together with others."""
+    """The same, but problems are not raised yet, so that they can be reported together with
+    others."""
     from rolepool.config import read_config
     from rolepool.config.sources import named_file
 

@@ -1,7 +1,7 @@
 """The errors that a user can cause. Each prints as one line per problem, without a traceback.
 
-Owns the exception types, the wording of operating system errors, and the logger of all warnings. These errors are
-picklable, so a worker can send them to the driver.
+Owns the exception types, the wording of operating system errors, and the logger of all warnings.
+These errors are picklable, so a worker can send them to the driver.
 """
 
 import logging
@@ -13,15 +13,17 @@ from unicodedata import category
 
 logger = logging.getLogger("rolepool")
 CONTROL_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Control characters, characters without a shape (such as those that reverse the direction of text), halves of
-surrogate pairs, and line breaks of Unicode."""
+"""Control characters, characters without a shape (such as those that reverse the direction of
+text), halves of surrogate pairs, and line breaks of Unicode."""
 
 
 class RolepoolError(Exception):
     """Something the user can change. Holds one line per problem; `str()` joins them."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.problems: tuple[str, ...] = (
+            (problems,) if isinstance(problems, str) else tuple(problems)
+        )
         super().__init__(self.problems)
 
     def __str__(self) -> str:
@@ -43,7 +45,8 @@ class PlacementError(RolepoolError):
 
 
 class WorkerError(RolepoolError):
-    """A worker process failed or died. The attributes say which one, and which method was called, if that is known."""
+    """A worker process failed or died. The attributes say which one, and which method was called,
+    if that is known."""
 
     pool: str | None = None
     role: str | None = None
@@ -52,8 +55,8 @@ class WorkerError(RolepoolError):
     pid: int | None = None
     method: str | None = None
     is_death: bool = False
-    """Whether a process died or data was lost with it, so that the work can be repeated. Other errors would occur
-    again."""
+    """Whether a process died or data was lost with it, so that the work can be repeated. Other
+    errors would occur again."""
 
     def __init__(self, problems: str | Iterable[str], **where: str | int | None) -> None:
         super().__init__(problems)
@@ -78,7 +81,8 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def explained(what: str, fix: str, *also: type[Exception]) -> Iterator[None]:
-    """Turn an operating system error in the block (or one of the types in `also`) into a ConfigError with a fix."""
+    """Turn an operating system error in the block (or one of the types in `also`) into a
+    ConfigError with a fix."""
     kinds: tuple[type[Exception], ...] = (OSError, *also)
     try:
         yield
@@ -108,21 +112,25 @@ def first_few(names: Sequence[str], most: int, separator: str = ", ") -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters escaped, because a terminal obeys them. Line breaks and tabs stay."""
+    """The text with control characters escaped, because a terminal obeys them. Line breaks and tabs
+    stay."""
     if text.isprintable():
         return text
     is_control = {char: category(char) in CONTROL_CATEGORIES for char in {*text} - {"\n", "\t"}}
-    return "".join(char.encode("unicode_escape").decode() if is_control.get(char) else char for char in text)
+    return "".join(
+        char.encode("unicode_escape").decode() if is_control.get(char) else char for char in text
+    )
 
 
 def encodable(name: str) -> str:
-    """A file name with question marks for bytes that are not UTF-8, which cannot be written to a page or a table."""
+    """A file name with question marks for bytes that are not UTF-8, which cannot be written to a
+    page or a table."""
     return name.encode(errors="replace").decode()
 
 
 def one_line(error: BaseException) -> str:
-    """An error in one line: file and reason of an operating system error, or the first line of any other message (and
-    the next line, if the first one ends with a colon)."""
+    """An error in one line: file and reason of an operating system error, or the first line of any
+    other message (and the next line, if the first one ends with a colon)."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     lines = str(error).strip().replace(":\n   ", ":").splitlines()

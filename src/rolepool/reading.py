@@ -1,8 +1,9 @@
-"""Reading files that another program, or another person, may have written: a run folder can come from anywhere.
+"""Reading files that another program, or another person, may have written: a run folder can come
+from anywhere.
 
-Owns the limits on the size, depth and number of values of such files. Everything that goes over a limit, and everything
-that cannot be parsed, raises a ValueError or an OSError, so that the caller can name the file. Nothing that is read
-here is ever imported or executed.
+Owns the limits on the size, depth and number of values of such files. Everything that goes over a
+limit, and everything that cannot be parsed, raises a ValueError or an OSError, so that the caller
+can name the file. Nothing that is read here is ever imported or executed.
 """
 
 import errno
@@ -39,7 +40,8 @@ class LimitError(ValueError):
 
 
 def open_regular(file: Path) -> BufferedReader:
-    """Open a file for reading. Raises OSError for a pipe or a device, because reading one may never end."""
+    """Open a file for reading. Raises OSError for a pipe or a device, because reading one may never
+    end."""
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     opened = os.fdopen(handle, "rb")
     if stat.S_ISREG(os.fstat(handle).st_mode):
@@ -58,24 +60,36 @@ def read_small(file: Path, most: int = MAX_FILE_BYTES) -> bytes:
 
 
 def parse_json(text: bytes) -> Any:
-    """The JSON value in a text. Raises ValueError if there is none, or if it is nested too deeply."""
+    """The JSON value in a text. Raises ValueError if there is none, or if it is nested too
+    deeply."""
     return from_json(text)
 
 
 def parse_yaml(text: bytes) -> Any:
-    """The texts, numbers, lists and mappings in a YAML text. Raises ValueError if it is not valid or over a limit, or
-    if there are other values in it.
+    """The texts, numbers, lists and mappings in a YAML text. Raises ValueError if it is not valid
+    or over a limit, or if there are other values in it.
 
-    Aliases are refused, because a few lines of them can stand for more values than fit in memory. No run writes them.
+    Aliases are refused, because a few lines of them can stand for more values than fit in memory.
+    No run writes them.
     """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         _check_yaml(yaml.parse(text, loader))
         content = yaml.load(text, loader)
-        json.dumps(content, ensure_ascii=False).encode()  # fails for dates, bytes and very long numbers
+        json.dumps(
+            content, ensure_ascii=False
+        ).encode()  # fails for dates, bytes and very long numbers
         return content
-    except (yaml.YAMLError, TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
-        # PyYAML raises many kinds of errors for keys that are lists, and for some numbers and dates.
+    except (
+        yaml.YAMLError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        ValueError,
+    ) as error:
+        # PyYAML raises many kinds of errors for keys that are lists, and for some numbers and
+        # dates.
         reason = str(error) if isinstance(error, LimitError) else f"not valid YAML: {error}"
         raise ValueError(" ".join(reason.split())) from None
 
@@ -98,7 +112,8 @@ def _check_yaml(events: Iterator[yaml.Event]) -> None:
 
 
 def lines_within(file: BufferedReader) -> Iterator[bytes]:
-    """The lines of an open file. Of a line that is too long only the beginning is returned, which cannot be parsed."""
+    """The lines of an open file. Of a line that is too long only the beginning is returned, which
+    cannot be parsed."""
     while line := file.readline(MAX_LINE_BYTES):
         yield line
         while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):

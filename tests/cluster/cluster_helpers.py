@@ -18,7 +18,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def plan_of(
-    pools: Mapping[str, Any], gpus_per_node: Sequence[int] | None = None, device: str = "cpu", **options: Any
+    pools: Mapping[str, Any],
+    gpus_per_node: Sequence[int] | None = None,
+    device: str = "cpu",
+    **options: Any,
 ) -> Plan:
     """A plan of these pools; on one node that is large enough, unless told otherwise."""
     if gpus_per_node is None:
@@ -43,12 +46,14 @@ def is_running(pid: int) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """What lies there, but for semaphores of Python's multiprocessing, which other tests use and Ray does not."""
+    """What lies there, but for semaphores of Python's multiprocessing, which other tests use and
+    Ray does not."""
     return {str(path) for path in SHARED_MEMORY.rglob("*") if not path.name.startswith("sem.mp-")}
 
 
 def leaked_since(before: set[str]) -> set[str]:
-    """What is new in shared memory and used by no process: others may run a Ray of their own beside the tests."""
+    """What is new in shared memory and used by no process: others may run a Ray of their own beside
+    the tests."""
     new = shared_memory() - before
     return new - {path for path in new if _is_used(path)} if new else set()
 
@@ -56,7 +61,9 @@ def leaked_since(before: set[str]) -> set[str]:
 def _is_used(path: str) -> bool:
     snapshot = re.match(r"/dev/shm/rolepool-(\d+)-", path)
     if snapshot is not None:
-        return is_running(int(snapshot[1]))  # nothing maps the files of a run that takes snapshots beside the tests
+        return is_running(
+            int(snapshot[1])
+        )  # nothing maps the files of a run that takes snapshots beside the tests
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if path in (process / "maps").read_text():
@@ -84,7 +91,8 @@ def all_ended(pids: Iterable[int]) -> bool:
 
 
 def listening_addresses() -> dict[str, list[str]]:
-    """The addresses on which this process and all its children listen, with the names of the processes."""
+    """The addresses on which this process and all its children listen, with the names of the
+    processes."""
     found: dict[str, list[str]] = {}
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         for connection in process.net_connections("inet"):

@@ -1,5 +1,5 @@
-"""What the tests with real processes share: the pools of several files, and where worker processes find the role
-classes of the tests."""
+"""What the tests with real processes share: the pools of several files, and where worker processes
+find the role classes of the tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ shared = ExitStack()
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Cluster:
-    """Pools for all files whose tests leave them alive, because starting the processes takes longer than the tests."""
+    """Pools for all files whose tests leave them alive, because starting the processes takes longer
+    than the tests."""
     from cluster_helpers import start
 
     return shared.enter_context(start({"four": [4], "one": [1], "two": [2], "three": [3]}))
@@ -43,8 +44,11 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of the shared pools come last in this folder, because the others start a Ray of their own."""
+    """The tests of the shared pools come last in this folder, because the others start a Ray of
+    their own."""
     places = [place for place, item in enumerate(items) if item.path.parent == HERE]
-    tests = sorted((items[place] for place in places), key=lambda item: "shared_cluster" in item.fixturenames)  # type: ignore[attr-defined]
+    tests = sorted(
+        (items[place] for place in places), key=lambda item: "shared_cluster" in item.fixturenames
+    )  # type: ignore[attr-defined]
     for place, item in zip(places, tests, strict=True):
         items[place] = item

@@ -1,4 +1,5 @@
-"""A driver that `test_cleanup` runs in a process of its own: starts its pools, says so, and ends as it is told."""
+"""A driver that `test_cleanup` runs in a process of its own: starts its pools, says so, and ends as
+it is told."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Nodes of a cluster on one machine: each has its own network, processes, host name and shared memory, and they see the
-same files. Needs root. Whatever ends this process, also ends the nodes: nothing of them has a name that could be left.
+"""Nodes of a cluster on one machine: each has its own network, processes, host name and shared
+memory, and they see the same files. Needs root. Whatever ends this process, also ends the nodes:
+nothing of them has a name that could be left.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ def why_no_nodes() -> str | None:
     command = ["unshare", *NAMESPACES, "--fork", "--mount-proc"]
     try:
         subprocess.run(
-            [*command, "sh", "-ec", "mount -t tmpfs tmpfs /dev/shm; ip link add cable0 type veth peer name cable1"],
+            [
+                *command,
+                "sh",
+                "-ec",
+                "mount -t tmpfs tmpfs /dev/shm; ip link add cable0 type veth peer name cable1",
+            ],
             check=True,
             capture_output=True,
             text=True,
@@ -45,7 +51,8 @@ class Node:
         self.home = folder / f"home of {name}"
         (self.home / "bin").mkdir(parents=True)
         hosts = self.home / "hosts"
-        # As Debian writes it: the host's own name is a loopback address, at which no other node can reach it.
+        # As Debian writes it: the host's own name is a loopback address, at which no other node can
+        # reach it.
         hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
         script = f"""
             mount --bind '{hosts}' /etc/hosts
@@ -65,7 +72,8 @@ class Node:
         assert self._first.stdout is not None and self._first.stdout.readline() == "ready\n"
         (inside,) = psutil.Process(self._first.pid).children()
         self.pid = inside.pid
-        # An open file keeps the network, so that a node that is gone does not take the other end of its cable with it.
+        # An open file keeps the network, so that a node that is gone does not take the other end of
+        # its cable with it.
         self._network = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY)
 
     def start(self, command: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
@@ -81,7 +89,15 @@ class Node:
             **environment,
         }
         return subprocess.Popen(
-            ["nsenter", "--target", str(self.pid), *NAMESPACES, "bash", "-ec", f"cd '{folder}'\n{command}"],
+            [
+                "nsenter",
+                "--target",
+                str(self.pid),
+                *NAMESPACES,
+                "bash",
+                "-ec",
+                f"cd '{folder}'\n{command}",
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -96,7 +112,9 @@ class Node:
         return output
 
     def in_network(self, *command: str) -> None:
-        subprocess.run(["nsenter", f"--net=/proc/{os.getpid()}/fd/{self._network}", *command], check=True)
+        subprocess.run(
+            ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self._network}", *command], check=True
+        )
 
     def hide(self, folder: Path) -> None:
         """Have the node see an empty folder there."""
@@ -120,7 +138,9 @@ def output_of(process: subprocess.Popen[str], timeout_s: float) -> str:
         return process.communicate(timeout=timeout_s)[0]
     except subprocess.TimeoutExpired:
         process.kill()
-        raise AssertionError(f"not within {timeout_s} s: {process.args}\n{process.communicate()[0]}") from None
+        raise AssertionError(
+            f"not within {timeout_s} s: {process.args}\n{process.communicate()[0]}"
+        ) from None
 
 
 class TwoNodes:
@@ -136,7 +156,9 @@ class TwoNodes:
 
     def __enter__(self) -> TwoNodes:
         cable = ["type", "veth", "peer", "name", "eth0", "netns", str(self.two.pid)]
-        subprocess.run(["ip", "link", "add", "eth0", "netns", str(self.one.pid), *cable], check=True)
+        subprocess.run(
+            ["ip", "link", "add", "eth0", "netns", str(self.one.pid), *cable], check=True
+        )
         for node, other in ((self.one, self.two), (self.two, self.one)):
             node.in_network("ip", "address", "add", f"{node.address}/24", "dev", "eth0")
             node.in_network("ip", "link", "set", "eth0", "up")

@@ -30,7 +30,9 @@ class Critic(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def update_critic(self, data: DataProto) -> DataProto:
         time.sleep(1.0)
-        return DataProto.from_dict({"values": data.batch["x"] + self.bias}, meta_info={"metrics": {"rank": self.rank}})
+        return DataProto.from_dict(
+            {"values": data.batch["x"] + self.bias}, meta_info={"metrics": {"rank": self.rank}}
+        )
 
 
 class Actor(Worker):
@@ -42,7 +44,9 @@ class Actor(Worker):
         return DataProto.from_dict({"log_probs": data.batch["x"] * 2})
 
 
-def lists_per_rank(group: Any, data: DataProto, *, factor: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def lists_per_rank(
+    group: Any, data: DataProto, *, factor: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Rank r gets row r of the batch and the factor times r."""
     return ([data[r : r + 1] for r in range(group.world_size)],), {
         "factor": [factor * r for r in range(group.world_size)]
@@ -107,13 +111,17 @@ class Everything(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, execute_mode=Execute.RANK_ZERO)
     def dp_compute_proto_on_zero(self, data: DataProto) -> DataProto:
-        return DataProto.from_dict({"y": data.batch["x"], "rank": torch.full((len(data),), self.rank)})
+        return DataProto.from_dict(
+            {"y": data.batch["x"], "rank": torch.full((len(data),), self.rank)}
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, execute_mode=Execute.RANK_ZERO)
     def dp_compute_metric_on_zero(self, data: DataProto) -> Any:
         return self.rank, data.batch["x"].tolist()
 
-    @register(dispatch_mode={"dispatch_fn": lists_per_rank, "collect_fn": sum_of_results}, blocking=False)
+    @register(
+        dispatch_mode={"dispatch_fn": lists_per_rank, "collect_fn": sum_of_results}, blocking=False
+    )
     def custom(self, data: DataProto, factor: int) -> int:
         assert len(data) == 1
         return int(data.batch["x"][0]) * factor
@@ -159,7 +167,14 @@ class Network(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def process(self) -> dict[str, Any]:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        names = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        )
         return {
             "pid": os.getpid(),
             "process_group": id(dist.group.WORLD),
@@ -197,7 +212,9 @@ class Counter(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def as_batch(self, data: DataProto) -> DataProto:
         self._note(data)
-        return DataProto.from_dict({"y": data.batch["x"] + 100}, {"text": data.non_tensor_batch["text"]})
+        return DataProto.from_dict(
+            {"y": data.batch["x"] + 100}, {"text": data.non_tensor_batch["text"]}
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def unchanged(self, data: DataProto) -> DataProto:
@@ -223,7 +240,13 @@ class Counter(Worker):
     def masked_sums(self, data: DataProto) -> dict[str, float]:
         self._note(data)
         mask = data.batch["response_mask"].double()
-        sums = torch.stack([mask.sum(), (mask * data.batch["reward"]).sum(), data.batch["loss_weights"].double().sum()])
+        sums = torch.stack(
+            [
+                mask.sum(),
+                (mask * data.batch["reward"]).sum(),
+                data.batch["loss_weights"].double().sum(),
+            ]
+        )
         dist.all_reduce(sums)
         return {"tokens": sums[0].item(), "reward": sums[1].item(), "weight": sums[2].item()}
 
@@ -290,7 +313,8 @@ _fetched: list[int] = []
 
 
 class Shelf(Worker):
-    """Makes large columns, reads some of them, writes over what it is given, and counts what it fetches."""
+    """Makes large columns, reads some of them, writes over what it is given, and counts what it
+    fetches."""
 
     def __init__(self) -> None:
         self.made: DataProto | None = None
@@ -300,7 +324,9 @@ class Shelf(Worker):
         """Columns of `width` numbers in each row, which start with the row's id."""
         wide = data.batch["id"].double()[:, None] + torch.arange(width)
         tensors = {"id": data.batch["id"], "a": wide, "b": -wide, "c": wide * 2}
-        self.made = DataProto.from_dict(tensors, {"text": [f"row {i}" for i in data.batch["id"].tolist()]})
+        self.made = DataProto.from_dict(
+            tensors, {"text": [f"row {i}" for i in data.batch["id"].tolist()]}
+        )
         return self.made
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,4 +1,5 @@
-"""Calls on the roles of a pool: who gets what, what comes back, and in which processes it happens."""
+"""Calls on the roles of a pool: who gets what, what comes back, and in which processes it
+happens."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from roles_for_tests import Actor, Critic, Everything, Network
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.errors import DataError, WorkerError
-from rolepool.protocol import CallFuture, DataProto, DataProtoFuture, Dispatch, Execute, Worker, register
+from rolepool.protocol import (
+    CallFuture,
+    DataProto,
+    DataProtoFuture,
+    Dispatch,
+    Execute,
+    Worker,
+    register,
+)
 from rolepool.protocol.worker import WorkerContext
 
 
@@ -43,7 +52,9 @@ def batch_of(num_rows: int) -> DataProto:
 # The example
 
 
-def test_the_example_of_the_issue_runs_both_updates_at_once_and_hands_out_futures(cluster: Cluster) -> None:
+def test_the_example_of_the_issue_runs_both_updates_at_once_and_hands_out_futures(
+    cluster: Cluster,
+) -> None:
     critic = cluster.groups["four"].add_role("critic", Critic, bias=10.0)
     actor = cluster.groups["one"].add_role("actor", Actor)
     batch = DataProto.from_dict({"x": torch.arange(8.0)})
@@ -71,7 +82,9 @@ def test_rank_zero_runs_alone_and_its_result_comes_back(four: RoleProxy) -> None
 
 
 def test_one_to_all_gives_every_rank_the_same(four: RoleProxy) -> None:
-    assert four.one_to_all([1, 2], word="x") == [(rank, ([1, 2],), {"word": "x"}) for rank in range(4)]
+    assert four.one_to_all([1, 2], word="x") == [
+        (rank, ([1, 2],), {"word": "x"}) for rank in range(4)
+    ]
 
 
 def test_one_to_all_gives_every_rank_the_whole_of_a_batch(four: RoleProxy) -> None:
@@ -89,7 +102,9 @@ def test_all_to_all_gives_every_rank_its_entry_of_each_list(four: RoleProxy) -> 
     assert four.all_to_all([10, 11, 12, 13], word=("a", "b", "c", "d")) == [
         (rank, (10 + rank,), {"word": "abcd"[rank]}) for rank in range(4)
     ]
-    assert four.all_to_all() == [(rank, (), {}) for rank in range(4)], "without arguments there is nothing to hand out"
+    assert four.all_to_all() == [(rank, (), {}) for rank in range(4)], (
+        "without arguments there is nothing to hand out"
+    )
 
 
 def test_all_to_all_takes_a_list_of_batches(four: RoleProxy) -> None:
@@ -123,7 +138,9 @@ def test_dp_compute_metric_cuts_batches_and_gives_a_list(four: RoleProxy) -> Non
 
 
 @pytest.mark.parametrize("role", ["four", "mesh"])
-def test_execute_rank_zero_runs_any_mode_on_rank_zero_alone(role: str, four: RoleProxy, mesh: RoleProxy) -> None:
+def test_execute_rank_zero_runs_any_mode_on_rank_zero_alone(
+    role: str, four: RoleProxy, mesh: RoleProxy
+) -> None:
     proxy = {"four": four, "mesh": mesh}[role]
     assert proxy.one_to_all_on_zero("v") == (0, "v")
     assert proxy.all_to_all_on_zero(["v"]) == (0, "v")
@@ -132,7 +149,9 @@ def test_execute_rank_zero_runs_any_mode_on_rank_zero_alone(role: str, four: Rol
     assert proxy.dp_compute_metric_on_zero(batch_of(3)) == (0, [0, 1, 2])
 
 
-def test_dp_compute_on_rank_zero_takes_a_list_with_the_one_entry_of_the_rank_that_runs(four: RoleProxy) -> None:
+def test_dp_compute_on_rank_zero_takes_a_list_with_the_one_entry_of_the_rank_that_runs(
+    four: RoleProxy,
+) -> None:
     assert four.dp_compute_on_zero(["v"]) == (0, "v")
 
 
@@ -154,7 +173,9 @@ def test_a_coroutine_runs_to_its_end_before_the_next_call_begins(cluster: Cluste
 # Blocking
 
 
-def test_blocking_is_a_default_that_a_proxy_and_a_call_override(cluster: Cluster, four: RoleProxy) -> None:
+def test_blocking_is_a_default_that_a_proxy_and_a_call_override(
+    cluster: Cluster, four: RoleProxy
+) -> None:
     assert isinstance(four.quick("x"), CallFuture), "registered with blocking=False"
     assert four.quick("x", blocking=True) == [f"x on {rank}" for rank in range(4)]
     assert isinstance(four.one_to_all(1), list), "registered with the default"
@@ -189,24 +210,36 @@ def test_a_role_that_is_made_without_waiting_takes_calls_at_once(cluster: Cluste
 # Wrong use
 
 
-def test_a_list_of_the_wrong_length_is_refused_with_role_method_and_sizes(four: RoleProxy, mesh: RoleProxy) -> None:
-    with pytest.raises(DataError, match=r"everything\.all_to_all: argument 0 .* 4 ranks, not 3 entries"):
+def test_a_list_of_the_wrong_length_is_refused_with_role_method_and_sizes(
+    four: RoleProxy, mesh: RoleProxy
+) -> None:
+    with pytest.raises(
+        DataError, match=r"everything\.all_to_all: argument 0 .* 4 ranks, not 3 entries"
+    ):
         four.all_to_all([1, 2, 3])
-    with pytest.raises(DataError, match=r"everything\.all_to_all: argument word .* 4 ranks, not str"):
+    with pytest.raises(
+        DataError, match=r"everything\.all_to_all: argument word .* 4 ranks, not str"
+    ):
         four.all_to_all([1, 2, 3, 4], word="abcd")
-    with pytest.raises(DataError, match=r"meshed\.dp_compute: argument 0 .* 2 data-parallel groups, not 4 entries"):
+    with pytest.raises(
+        DataError, match=r"meshed\.dp_compute: argument 0 .* 2 data-parallel groups, not 4 entries"
+    ):
         mesh.dp_compute([1, 2, 3, 4])
     assert four.rank_zero() == (0, (), {}), "nothing was called"
 
 
 def test_an_unknown_method_is_refused_with_the_ones_there_are(four: RoleProxy) -> None:
-    with pytest.raises(AttributeError, match=r"Everything has no registered method compute; it has .*dp_compute, "):
+    with pytest.raises(
+        AttributeError, match=r"Everything has no registered method compute; it has .*dp_compute, "
+    ):
         four.compute()
     with pytest.raises(AttributeError, match="no registered method not_registered"):
         four.not_registered()
 
 
-def test_an_unknown_role_is_refused_with_the_ones_there_are(cluster: Cluster, four: RoleProxy) -> None:
+def test_an_unknown_role_is_refused_with_the_ones_there_are(
+    cluster: Cluster, four: RoleProxy
+) -> None:
     with pytest.raises(WorkerError, match=r"four has no role referee; it has .*everything"):
         cluster.groups["four"].role("referee")
     with pytest.raises(WorkerError, match="four already has a role everything"):
@@ -214,8 +247,12 @@ def test_an_unknown_role_is_refused_with_the_ones_there_are(cluster: Cluster, fo
 
 
 @pytest.mark.parametrize("tensor_parallel", [0, 3, 8])
-def test_tensor_parallel_that_does_not_divide_the_pool_is_refused(cluster: Cluster, tensor_parallel: int) -> None:
-    with pytest.raises(WorkerError, match=f"four: tensor_parallel={tensor_parallel} must divide 4 processes"):
+def test_tensor_parallel_that_does_not_divide_the_pool_is_refused(
+    cluster: Cluster, tensor_parallel: int
+) -> None:
+    with pytest.raises(
+        WorkerError, match=f"four: tensor_parallel={tensor_parallel} must divide 4 processes"
+    ):
         cluster.groups["four"].add_role("odd", Everything, tensor_parallel=tensor_parallel)
     assert "odd" not in cluster.groups["four"].roles
 
@@ -233,15 +270,22 @@ def test_a_method_that_cannot_be_registered_says_why() -> None:
         def wait(self: Any, blocking: bool) -> None: ...
 
 
-def test_a_future_that_a_function_of_the_driver_puts_together_cannot_be_handed_on(four: RoleProxy) -> None:
-    with pytest.raises(DataError, match=r"CallFuture of everything\.custom on four.* pass the result of its get\(\)"):
+def test_a_future_that_a_function_of_the_driver_puts_together_cannot_be_handed_on(
+    four: RoleProxy,
+) -> None:
+    with pytest.raises(
+        DataError,
+        match=r"CallFuture of everything\.custom on four.* pass the result of its get\(\)",
+    ):
         four.one_to_all(four.custom(batch_of(4), factor=1))
 
 
 # Meshes
 
 
-def test_a_chunk_goes_to_every_rank_of_a_data_parallel_group_and_one_of_them_answers(mesh: RoleProxy) -> None:
+def test_a_chunk_goes_to_every_rank_of_a_data_parallel_group_and_one_of_them_answers(
+    mesh: RoleProxy,
+) -> None:
     assert (mesh.dp_size, mesh.tp_size, mesh.world_size) == (2, 2, 4)
     result = mesh.dp_compute_proto(batch_of(6))
     assert result.batch["y"].tolist() == [0, 1, 2, 3, 4, 5]
@@ -255,7 +299,9 @@ def test_a_chunk_goes_to_every_rank_of_a_data_parallel_group_and_one_of_them_ans
     assert mesh.dp_compute_metric(batch_of(6)) == [{"rank": 0, "sum": 3}, {"rank": 2, "sum": 12}]
 
 
-def test_a_batch_that_the_data_parallel_groups_do_not_divide_is_padded_on_a_mesh_too(mesh: RoleProxy) -> None:
+def test_a_batch_that_the_data_parallel_groups_do_not_divide_is_padded_on_a_mesh_too(
+    mesh: RoleProxy,
+) -> None:
     assert mesh.dp_compute_proto(batch_of(7)).batch["y"].tolist() == list(range(7))
     assert [seen for *_, seen in mesh.last_seen()] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 4]] * 2
 
@@ -308,7 +354,10 @@ def test_every_process_finds_its_rank_in_the_environment_and_computes_with_one_t
         for rank, process in enumerate(processes):
             environment = process["environment"]
             assert (environment["RANK"], environment["WORLD_SIZE"]) == (str(rank), str(size))
-            assert (environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]) == (str(rank), str(size))
+            assert (environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]) == (
+                str(rank),
+                str(size),
+            )
             assert process["rank"] == (rank, size)
             assert process["backend"] == "gloo"
             assert process["threads"] == 1
@@ -316,7 +365,10 @@ def test_every_process_finds_its_rank_in_the_environment_and_computes_with_one_t
             context = process["context"]
             assert (context.rank, context.world_size, context.device) == (rank, size, "cpu")
     addresses = [
-        {(process["environment"]["MASTER_ADDR"], process["environment"]["MASTER_PORT"]) for process in processes}
+        {
+            (process["environment"]["MASTER_ADDR"], process["environment"]["MASTER_PORT"])
+            for process in processes
+        }
         for processes in (in_four, in_one)
     ]
     assert [len(found) for found in addresses] == [1, 1], "one meeting point per pool"
@@ -336,7 +388,9 @@ def test_initial_weights_depend_on_the_role_only(networks: dict[str, RoleProxy])
     assert networks["other"].initial()[0] != weights[0], "another role"
 
 
-def test_every_role_draws_its_own_random_numbers_on_every_rank(networks: dict[str, RoleProxy]) -> None:
+def test_every_role_draws_its_own_random_numbers_on_every_rank(
+    networks: dict[str, RoleProxy],
+) -> None:
     drawn: dict[str, list[Any]] = {"network": [], "other": []}
     for name in ("network", "other", "other", "network", "other", "network"):
         drawn[name].append(networks[name].draw())
@@ -344,7 +398,9 @@ def test_every_role_draws_its_own_random_numbers_on_every_rank(networks: dict[st
         for rank in range(4):
             seed = WorkerContext(pool="four", role=name, rank=rank, world_size=4).seed
             expected = draws_from(seed, len(draws))
-            assert [draw[rank] for draw in draws] == expected, f"{name} rank {rank} draws as if it were alone"
+            assert [draw[rank] for draw in draws] == expected, (
+                f"{name} rank {rank} draws as if it were alone"
+            )
     assert len({draw for draws in drawn.values() for ranks in draws for draw in ranks}) == 2 * 3 * 4
 
 
@@ -371,6 +427,8 @@ def test_an_empty_call_takes_milliseconds(four: RoleProxy) -> None:
 
 def test_a_run_on_one_node_listens_on_the_loopback_address_only(cluster: Cluster) -> None:
     found = listening_addresses()
-    assert sum(map(len, found.values())) >= 6, "GCS, raylet, workers, the driver and the pool's store were seen"
+    assert sum(map(len, found.values())) >= 6, (
+        "GCS, raylet, workers, the driver and the pool's store were seen"
+    )
     assert set(found) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, found
     assert {process.address for process in cluster.groups["four"].processes} == {"127.0.0.1"}

@@ -20,7 +20,10 @@ SIGNALS = {
     "interrupt while starting": signal.SIGINT,
     "terminate": signal.SIGTERM,
 }
-FAST = ["interrupt while starting", "leave"]  # in this order, because the first one is told to end while it starts
+FAST = [
+    "interrupt while starting",
+    "leave",
+]  # in this order, because the first one is told to end while it starts
 SLOW = ["raise", "interrupt", "terminate"]
 ENDINGS = [*FAST, *(pytest.param(ending, marks=pytest.mark.slow) for ending in SLOW)]
 SOON_S = 30
@@ -57,9 +60,15 @@ class Run:
 
     def finish(self) -> Ended:
         awaited = "started 1 of 1" if self.ending == "interrupt while starting" else "READY"
-        wait_until(lambda: awaited in self.output() or self.process.poll() is not None, timeout_s=200)
+        wait_until(
+            lambda: awaited in self.output() or self.process.poll() is not None, timeout_s=200
+        )
         assert awaited in self.output(), self.output()
-        started = [] if self.process.poll() is not None else psutil.Process(self.process.pid).children(recursive=True)
+        started = (
+            []
+            if self.process.poll() is not None
+            else psutil.Process(self.process.pid).children(recursive=True)
+        )
         begin = time.monotonic()
         if self.ending in SIGNALS:
             self.process.send_signal(SIGNALS[self.ending])
@@ -108,7 +117,9 @@ def run(request: pytest.FixtureRequest, ending: str) -> Ended:
 def test_no_process_is_left(run: Ended, ending: str) -> None:
     if ending not in ("leave", "raise"):  # those may be over before they are looked at
         names = {process.pid for process in run.started}
-        assert set(run.worker_pids) <= names and len(names) >= 4, "the raylet, the GCS and the workers were seen"
+        assert set(run.worker_pids) <= names and len(names) >= 4, (
+            "the raylet, the GCS and the workers were seen"
+        )
     wait_until(lambda: not [one for one in run.started if one.is_running() and is_running(one.pid)])
     wait_until(lambda: all_ended(run.worker_pids))
 
@@ -128,7 +139,11 @@ def test_an_exception_of_the_driver_is_what_it_ends_with(run: Ended) -> None:
 
 
 @pytest.mark.parametrize(
-    "ending", ["interrupt while starting", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW[1:])]
+    "ending",
+    [
+        "interrupt while starting",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW[1:]),
+    ],
 )
 def test_a_signal_ends_the_driver_soon(run: Ended, ending: str) -> None:
     assert run.code != 0
@@ -149,7 +164,9 @@ def test_start_up_shows_its_progress(runs: dict[str, Ended]) -> None:
 
 
 @pytest.mark.parametrize("pool", ["left", "right"])
-def test_what_workers_print_and_log_carries_their_pool_and_rank(runs: dict[str, Ended], pool: str) -> None:
+def test_what_workers_print_and_log_carries_their_pool_and_rank(
+    runs: dict[str, Ended], pool: str
+) -> None:
     output = runs["leave"].output
     for line in (f"hello from {pool}", f"INFO a.role: logged hello from {pool}"):
         assert re.search(rf"\({pool}/0 pid=\d+\)\S* {line}\n", output)

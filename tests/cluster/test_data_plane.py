@@ -56,7 +56,8 @@ def ids(num_rows: int) -> DataProto:
 
 
 class Traffic:
-    """Bytes that the driver gave to Ray and got from it, and the results of ranks whose stored columns it fetched."""
+    """Bytes that the driver gave to Ray and got from it, and the results of ranks whose stored
+    columns it fetched."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -93,7 +94,9 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
 def test_a_chain_of_futures_moves_no_data_through_the_driver(
     one: RoleProxy, two: RoleProxy, three: RoleProxy, traffic: Traffic
 ) -> None:
-    three.add_one(two.add_one(one.make(ids(8), 16).select(["a"]))).get()  # whatever is loaded once is loaded now
+    three.add_one(
+        two.add_one(one.make(ids(8), 16).select(["a"]))
+    ).get()  # whatever is loaded once is loaded now
     gc.collect()
     before, traffic.num_bytes, traffic.num_fetches = psutil.Process().memory_full_info().uss, 0, 0
 
@@ -101,11 +104,15 @@ def test_a_chain_of_futures_moves_no_data_through_the_driver(
     tensors = made.select(["a", "b", "c"])
     chained = three.add_one(one.add_one(tensors))
     order = np.random.default_rng(0).permutation(48)
-    chained = two.add_one(chained.reorder(order).union(DataProto.from_dict({"small": torch.zeros(48)})))
+    chained = two.add_one(
+        chained.reorder(order).union(DataProto.from_dict({"small": torch.zeros(48)}))
+    )
     assert len(chained) == 48
 
     assert traffic.num_fetches == 0
-    assert traffic.num_bytes < 64 * KIB, f"{traffic.num_bytes} bytes of headers went through the driver"
+    assert traffic.num_bytes < 64 * KIB, (
+        f"{traffic.num_bytes} bytes of headers went through the driver"
+    )
     growth = psutil.Process().memory_full_info().uss - before
     assert growth < 4 * MIB, f"the driver grew by {growth / MIB:.1f} MiB for a batch of 36 MiB"
 
@@ -125,7 +132,9 @@ def test_a_batch_of_the_drivers_is_written_once_and_with_the_keys_that_are_read_
     two: RoleProxy, three: RoleProxy, traffic: Traffic
 ) -> None:
     wide = torch.ones(6, WIDE, dtype=torch.float64)  # 192 KiB
-    batch = DataProto.from_dict({"id": torch.arange(6), "a": wide, "b": wide, "c": wide}, {"text": list("abcdef")})
+    batch = DataProto.from_dict(
+        {"id": torch.arange(6), "a": wide, "b": wide, "c": wide}, {"text": list("abcdef")}
+    )
     two.read_a(batch)
     assert 192 * KIB < traffic.num_bytes < 220 * KIB
     traffic.num_bytes = 0
@@ -136,7 +145,9 @@ def test_a_batch_of_the_drivers_is_written_once_and_with_the_keys_that_are_read_
 # Consumers
 
 
-def test_consumers_fetch_only_the_keys_that_their_method_reads(two: RoleProxy, one: RoleProxy) -> None:
+def test_consumers_fetch_only_the_keys_that_their_method_reads(
+    two: RoleProxy, one: RoleProxy
+) -> None:
     made = two.make(ids(6), WIDE)
     made.spans()
     one.start_to_count()
@@ -164,13 +175,26 @@ def test_a_batch_may_be_joined_with_one_that_has_no_key_that_is_read(
 ) -> None:
     made = two.make(ids(6), WIDE).select(["a", "id"])
     other = (
-        one.make(ids(6), 2).select(["b", "text"]) if is_future else DataProto.from_dict({}, {"note": list("abcdef")})
+        one.make(ids(6), 2).select(["b", "text"])
+        if is_future
+        else DataProto.from_dict({}, {"note": list("abcdef")})
     )
     joined = made.union(other)
     assert sorted(joined.get(keys=["id"]).batch.keys()) == ["id"]
     assert [seen["rows"] for seen in three.read_a(joined)] == [[0, 1], [2, 3], [4, 5]]
-    assert [seen["rows"] for seen in three.read_a(joined.reorder([5, 3, 0, 4, 2, 1]))] == [[5, 3], [0, 4], [2, 1]]
-    assert joined.reorder([5, 3, 0, 4, 2, 1]).get(keys=["id"]).batch["id"].tolist() == [5, 3, 0, 4, 2, 1]
+    assert [seen["rows"] for seen in three.read_a(joined.reorder([5, 3, 0, 4, 2, 1]))] == [
+        [5, 3],
+        [0, 4],
+        [2, 1],
+    ]
+    assert joined.reorder([5, 3, 0, 4, 2, 1]).get(keys=["id"]).batch["id"].tolist() == [
+        5,
+        3,
+        0,
+        4,
+        2,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -199,16 +223,24 @@ def test_consumers_fetch_only_what_holds_their_rows(
     assert [len(sizes) for sizes in fetched] == objects_of_ranks
 
 
-def test_permuted_rows_are_fetched_from_the_ranks_that_hold_them(two: RoleProxy, three: RoleProxy) -> None:
+def test_permuted_rows_are_fetched_from_the_ranks_that_hold_them(
+    two: RoleProxy, three: RoleProxy
+) -> None:
     made = two.make(ids(6), WIDE)
     made.spans()
     three.start_to_count()
     seen = three.read_a(made.reorder([5, 3, 0, 4, 2, 1]))
     assert [of_rank["rows"] for of_rank in seen] == [[5, 3], [0, 4], [2, 1]]
-    assert [len([size for size in sizes if size > KIB]) for sizes in three.fetched_sizes()] == [1, 2, 1]
+    assert [len([size for size in sizes if size > KIB]) for sizes in three.fetched_sizes()] == [
+        1,
+        2,
+        1,
+    ]
 
 
-def test_a_pool_that_is_not_asked_fetches_nothing(one: RoleProxy, two: RoleProxy, three: RoleProxy) -> None:
+def test_a_pool_that_is_not_asked_fetches_nothing(
+    one: RoleProxy, two: RoleProxy, three: RoleProxy
+) -> None:
     for role in (one, two, three):
         role.start_to_count()
     two.add_one(two.make(ids(6), WIDE).select(["a"])).spans()
@@ -259,21 +291,31 @@ def change_both(
         chosen = rng.sample(keys, rng.randint(1, len(keys)))
         return future.select(chosen), with_only(batch, chosen), f"select {chosen}"
     if operation.startswith("union"):
-        other = with_only(some_batch(rng, len(batch)), rng.sample(["wide", "ids", "flag", "text", "scores"], 3))
+        other = with_only(
+            some_batch(rng, len(batch)), rng.sample(["wide", "ids", "flag", "text", "scores"], 3)
+        )
         if rng.random() < 0.5 and "ids" in other.batch:
             other.rename("ids", f"ids {rng.randrange(100)}")
         kept = with_only(batch, [key for key in keys if key not in columns_of(other)])
         joined = kept.union(with_only(other, list(columns_of(other))))
         return future.union(produce(other) if "future" in operation else other), joined, operation
     if operation == "reorder":
-        order = [rng.randrange(len(batch)) for _ in range(rng.randint(0, 2 * len(batch)))] if len(batch) else []
+        order = (
+            [rng.randrange(len(batch)) for _ in range(rng.randint(0, 2 * len(batch)))]
+            if len(batch)
+            else []
+        )
         return future.reorder(order), batch[order], f"reorder {order}"
     if operation == "permute":
         order = rng.sample(range(len(batch)), len(batch))
         return future.reorder(np.asarray(order, dtype=np.int64)), batch[order], f"permute {order}"
     chunks = rng.choice([n for n in range(1, len(batch) + 1) if len(batch) % n == 0] or [1])
     chosen_chunk = rng.randrange(chunks)
-    return future.chunk(chunks)[chosen_chunk], batch.chunk(chunks)[chosen_chunk], f"chunk {chosen_chunk} of {chunks}"
+    return (
+        future.chunk(chunks)[chosen_chunk],
+        batch.chunk(chunks)[chosen_chunk],
+        f"chunk {chosen_chunk} of {chunks}",
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -286,7 +328,10 @@ def test_operations_on_futures_give_what_they_give_on_batches(cluster: Cluster, 
         return future
 
     for case in range(20):
-        parts = [some_batch(random.Random(f"{seed} {case}"), rng.choice([0, 1, 2, 5, 6, 12])) for _ in range(1)]
+        parts = [
+            some_batch(random.Random(f"{seed} {case}"), rng.choice([0, 1, 2, 5, 6, 12]))
+            for _ in range(1)
+        ]
         if rng.random() < 0.3:
             parts += [parts[0][: rng.randint(0, len(parts[0]))] for _ in range(rng.randint(1, 2))]
         futures = [produce(part) for part in parts]
@@ -305,12 +350,18 @@ def test_operations_on_futures_give_what_they_give_on_batches(cluster: Cluster, 
         assert same_value(columns_of(received), columns_of(batch)), where
         assert received.meta_info == batch.meta_info, where
         some = rng.sample(list(columns_of(batch)), 1)
-        assert same_value(columns_of(future.get(keys=some)), columns_of(with_only(batch, some))), where
+        assert same_value(columns_of(future.get(keys=some)), columns_of(with_only(batch, some))), (
+            where
+        )
 
 
 def test_operations_leave_the_future_they_are_called_on_as_it_was(two: RoleProxy) -> None:
     made = two.make(ids(4), 2)
-    made.select(["a"]), made.reorder([3, 2, 1, 0]), made.union(DataProto.from_dict({"id": torch.zeros(4)}))
+    (
+        made.select(["a"]),
+        made.reorder([3, 2, 1, 0]),
+        made.union(DataProto.from_dict({"id": torch.zeros(4)})),
+    )
     made.chunk(2), DataProtoFuture.concat([made, made])
     result = made.get()
     assert result.batch["id"].tolist() == [0, 1, 2, 3]
@@ -327,7 +378,9 @@ def test_operations_that_cannot_be_say_why(two: RoleProxy, one: RoleProxy) -> No
         made.union(ids(5)).get()
     with pytest.raises(DataError, match="only futures as calls returned them"):
         DataProtoFuture.concat([made.select(["a"]), made])
-    with pytest.raises(WorkerError, match=r"different numbers of rows: \[4, 5\]; in one rank 0 \(one\.read_all"):
+    with pytest.raises(
+        WorkerError, match=r"different numbers of rows: \[4, 5\]; in one rank 0 \(one\.read_all"
+    ):
         one.read_all(made.union(ids(5)))
 
 
@@ -347,9 +400,13 @@ class TestAWriteIsSeenByTheWriterOnly:
         assert same_value(columns_of(in_driver), expected), "the driver's earlier read"
         assert same_value(columns_of(made.get()), expected), "a later read of the driver"
         for role in (one, two, three):
-            assert same_value(columns_of(role.unchanged(made).get()), expected), f"a later call on {role}"
+            assert same_value(columns_of(role.unchanged(made).get()), expected), (
+                f"a later call on {role}"
+            )
 
-    def test_when_the_driver_writes_to_what_it_received(self, one: RoleProxy, two: RoleProxy, width: int) -> None:
+    def test_when_the_driver_writes_to_what_it_received(
+        self, one: RoleProxy, two: RoleProxy, width: int
+    ) -> None:
         made = two.make(ids(6), width)
         first = made.get()
         expected = {key: value.clone() for key, value in first.batch.items()}
@@ -372,7 +429,9 @@ class TestAWriteIsSeenByTheWriterOnly:
         batch.batch["a"].fill_(77)
         assert future.get().batch["a"][:, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
-    def test_when_all_ranks_got_the_same_batch(self, three: RoleProxy, two: RoleProxy, width: int) -> None:
+    def test_when_all_ranks_got_the_same_batch(
+        self, three: RoleProxy, two: RoleProxy, width: int
+    ) -> None:
         batch = DataProto.from_dict({"a": torch.full((6, width), 9.0)})
         assert three.overwrite_all_rows(batch) == [[0.0], [1.0], [2.0]]
         assert (batch.batch["a"] == 9).all()
@@ -381,7 +440,9 @@ class TestAWriteIsSeenByTheWriterOnly:
         assert (made.get().batch["a"] == 9).all()
 
 
-def test_roles_of_one_process_do_not_see_each_others_writes(cluster: Cluster, two: RoleProxy) -> None:
+def test_roles_of_one_process_do_not_see_each_others_writes(
+    cluster: Cluster, two: RoleProxy
+) -> None:
     neighbour = cluster.groups["two"].add_role("neighbour", Shelf)
     made = two.make(ids(6), WIDE)
     assert neighbour.overwrite(made) == [3, 3]
@@ -391,23 +452,41 @@ def test_roles_of_one_process_do_not_see_each_others_writes(cluster: Cluster, tw
 # Futures of other things
 
 
-def test_a_future_of_any_value_is_handed_on_as_what_get_would_return(one: RoleProxy, three: RoleProxy) -> None:
+def test_a_future_of_any_value_is_handed_on_as_what_get_would_return(
+    one: RoleProxy, three: RoleProxy
+) -> None:
     number, numbers = one.one_number(5), three.rank_and()
     assert one.rank_and(number, numbers).get() == [(0, 5, [(0,), (1,), (2,)])]
-    assert three.own_entry([number, one.rank_and(number), 7]).get() == [(0, 5), (1, [(0, 5)]), (2, 7)]
-    assert one.rank_and(three.texts(ids(5))).get() == [(0, [f"row {i}" for i in range(5)])], "lists are joined"
+    assert three.own_entry([number, one.rank_and(number), 7]).get() == [
+        (0, 5),
+        (1, [(0, 5)]),
+        (2, 7),
+    ]
+    assert one.rank_and(three.texts(ids(5))).get() == [(0, [f"row {i}" for i in range(5)])], (
+        "lists are joined"
+    )
 
 
 def test_batches_of_every_rank_are_handed_on_in_a_list(one: RoleProxy, three: RoleProxy) -> None:
     ((_, batches),) = one.rank_and(three.own_batch()).get()
     assert [batch.batch["rank"].tolist() for batch in batches] == [[0, 0], [1, 1], [2, 2]]
-    assert [batch.batch["rank"].tolist() for batch in three.own_batch().get()] == [[0, 0], [1, 1], [2, 2]]
+    assert [batch.batch["rank"].tolist() for batch in three.own_batch().get()] == [
+        [0, 0],
+        [1, 1],
+        [2, 2],
+    ]
 
 
-def test_a_future_that_turns_out_not_to_be_a_batch_cannot_be_cut(two: RoleProxy, three: RoleProxy) -> None:
+def test_a_future_that_turns_out_not_to_be_a_batch_cannot_be_cut(
+    two: RoleProxy, three: RoleProxy
+) -> None:
     texts = two.texts(ids(5))
-    with pytest.raises(WorkerError, match=r"two rank 0 \(two\.texts, .*returned a list; it must .*; in three rank "):
+    with pytest.raises(
+        WorkerError, match=r"two rank 0 \(two\.texts, .*returned a list; it must .*; in three rank "
+    ):
         three.read_all(texts)
     assert texts.get() == [f"row {i}" for i in range(5)]
-    with pytest.raises(DataError, match=r"two rank 0 \(two\.texts, .*returned a list; it must return a DataProto"):
+    with pytest.raises(
+        DataError, match=r"two rank 0 \(two\.texts, .*returned a list; it must return a DataProto"
+    ):
         texts.select(["a"]).get()

@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 import ray
 import torch
-from cluster_helpers import all_ended, is_running, leaked_since, pids_of, shared_memory, start, wait_until
+from cluster_helpers import (
+    all_ended,
+    is_running,
+    leaked_since,
+    pids_of,
+    shared_memory,
+    start,
+    wait_until,
+)
 from roles_for_tests import Fragile, Greedy, NeverReady
 
 from rolepool.cluster import Cluster, RoleProxy
@@ -41,7 +49,15 @@ def shared_ray() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def cluster(shared_ray: None) -> Iterator[Cluster]:
     """Two pools that stay alive, and one for each way to die."""
-    pools = {"healthy": [2], "bystander": [1], "idle": [1], "busy": [1], "meeting": [2], "leaving": [1], "barrier": [2]}
+    pools = {
+        "healthy": [2],
+        "bystander": [1],
+        "idle": [1],
+        "busy": [1],
+        "meeting": [2],
+        "leaving": [1],
+        "barrier": [2],
+    }
     with start(pools) as cluster:
         for group in cluster.groups.values():
             group.add_role("fragile", Fragile, blocking=False)
@@ -93,21 +109,33 @@ def test_an_exception_in_a_method_says_where_it_happened_and_how(
 ) -> None:
     error = error_of(lambda: healthy.fail_on([1]))
     process = cluster.groups["healthy"].processes[1]
-    assert (error.pool, error.role, error.rank, error.method) == ("healthy", "fragile", 1, "fail_on")
+    assert (error.pool, error.role, error.rank, error.method) == (
+        "healthy",
+        "fragile",
+        1,
+        "fail_on",
+    )
     assert (error.node, error.pid) == (process.address, process.pid)
     assert error.problems[0] == (
         f"healthy rank 1 (fragile.fail_on, node {process.address}, pid {process.pid}) failed: "
         "ValueError: broken on purpose on 1"
     )
     assert "Traceback (most recent call last)" in str(error)
-    assert 'raise ValueError(f"broken on purpose on {self.rank}")' in str(error), "the line of the role's own code"
+    assert 'raise ValueError(f"broken on purpose on {self.rank}")' in str(error), (
+        "the line of the role's own code"
+    )
     assert_still_works(healthy, bystander)
 
 
 def test_processes_are_found_by_pool_and_rank_in_the_list_of_processes(healthy: RoleProxy) -> None:
     for _ in range(2):  # Ray would change the title with each call
-        titles = [Path(f"/proc/{process.pid}/cmdline").read_text() for process in healthy.group.processes]
-        assert [title.rstrip("\0 ") for title in titles] == ["rolepool healthy/0", "rolepool healthy/1"]
+        titles = [
+            Path(f"/proc/{process.pid}/cmdline").read_text() for process in healthy.group.processes
+        ]
+        assert [title.rstrip("\0 ") for title in titles] == [
+            "rolepool healthy/0",
+            "rolepool healthy/1",
+        ]
         healthy.work().get()
 
 
@@ -150,16 +178,25 @@ def test_calls_made_after_one_that_fails_run_nevertheless(healthy: RoleProxy) ->
     error_of(failing.get)
 
 
-def test_an_exception_while_a_role_is_made_names_role_and_rank(cluster: Cluster, healthy: RoleProxy) -> None:
+def test_an_exception_while_a_role_is_made_names_role_and_rank(
+    cluster: Cluster, healthy: RoleProxy
+) -> None:
     group = cluster.groups["healthy"]
     error = error_of(lambda: group.add_role("never ready", NeverReady, "/models/none"))
-    assert (error.pool, error.role, error.rank, error.method) == ("healthy", "never ready", 1, "__init__")
+    assert (error.pool, error.role, error.rank, error.method) == (
+        "healthy",
+        "never ready",
+        1,
+        "__init__",
+    )
     assert error.pid == group.processes[1].pid
     assert "FileNotFoundError: no model at /models/none" in str(error)
     assert_still_works(healthy)
 
     late = group.add_role("never ready either", NeverReady, "/models/none", blocking=False)
-    assert "no model at /models/none" in str(error_of(late.work)), "a call on a role that could not be made"
+    assert "no model at /models/none" in str(error_of(late.work)), (
+        "a call on a role that could not be made"
+    )
     assert error_of(late.ready.get).method == "__init__"
     assert_still_works(healthy)
 
@@ -195,7 +232,9 @@ def test_a_call_that_needs_a_failed_result_fails_with_the_producers_error(
 
 
 def test_a_worker_error_survives_pickling() -> None:
-    error = WorkerError(["first", "second"], pool="p", role="r", rank=1, node="10.0.0.1", pid=7, method="m")
+    error = WorkerError(
+        ["first", "second"], pool="p", role="r", rank=1, node="10.0.0.1", pid=7, method="m"
+    )
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own
     assert isinstance(copy, WorkerError)
     assert (str(copy), copy.problems) == ("first\nsecond", ("first", "second"))
@@ -214,7 +253,10 @@ def dead_producer(cluster: Cluster) -> tuple[DataProtoFuture, int]:
 
 
 def test_a_worker_that_is_killed_while_idle_fails_the_next_call(
-    cluster: Cluster, healthy: RoleProxy, bystander: RoleProxy, dead_producer: tuple[DataProtoFuture, int]
+    cluster: Cluster,
+    healthy: RoleProxy,
+    bystander: RoleProxy,
+    dead_producer: tuple[DataProtoFuture, int],
 ) -> None:
     _, pid = dead_producer
     idle = cluster.groups["idle"].role("fragile")
@@ -226,7 +268,9 @@ def test_a_worker_that_is_killed_while_idle_fails_the_next_call(
     assert_still_works(healthy, bystander)
 
 
-def test_a_result_outlives_its_producer(healthy: RoleProxy, dead_producer: tuple[DataProtoFuture, int]) -> None:
+def test_a_result_outlives_its_producer(
+    healthy: RoleProxy, dead_producer: tuple[DataProtoFuture, int]
+) -> None:
     result, _ = dead_producer
     assert bool(result.get().batch["wide"].eq(0).all())
     assert healthy.add_one(result).get().batch["x"].tolist() == [1, 2, 3, 4], "also in another pool"
@@ -255,7 +299,8 @@ def test_a_worker_that_is_killed_in_a_call_fails_that_call_and_all_that_wait_beh
 
 @pytest.fixture(scope="module")
 def killed_peer(cluster: Cluster) -> tuple[CallFuture, DataProtoFuture, int]:
-    """A collective that rank 0 waits in and rank 1 died before; an earlier result of both; and the pid of rank 1."""
+    """A collective that rank 0 waits in and rank 1 died before; an earlier result of both; and the
+    pid of rank 1."""
     meeting = cluster.groups["meeting"].role("fragile")
     result = meeting.make(rows(4))
     result.spans()
@@ -269,7 +314,12 @@ def test_the_error_names_the_one_that_was_killed_and_not_the_peer_that_waited_fo
 ) -> None:
     future, _, pid = killed_peer
     error = error_of(future.get)
-    assert (error.pool, error.rank, error.pid, error.method) == ("meeting", 1, pid, "meet_the_one_that_sleeps")
+    assert (error.pool, error.rank, error.pid, error.method) == (
+        "meeting",
+        1,
+        pid,
+        "meet_the_one_that_sleeps",
+    )
     wait_until(lambda: all_ended(process.pid for process in cluster.groups["meeting"].processes))
     assert error_of(cluster.groups["meeting"].role("fragile").work).pid == pid
     assert_still_works(healthy)
@@ -286,7 +336,9 @@ def test_a_result_of_both_outlives_them(
     assert_still_works(healthy)
 
 
-def test_a_worker_that_leaves_by_itself_is_a_death_too(cluster: Cluster, healthy: RoleProxy) -> None:
+def test_a_worker_that_leaves_by_itself_is_a_death_too(
+    cluster: Cluster, healthy: RoleProxy
+) -> None:
     leaving = cluster.groups["leaving"].role("fragile")
     error = error_of(leaving.leave().get)
     assert (error.pool, error.rank, error.method) == ("leaving", 0, "leave")
@@ -295,13 +347,17 @@ def test_a_worker_that_leaves_by_itself_is_a_death_too(cluster: Cluster, healthy
     assert_still_works(healthy)
 
 
-def test_one_rank_that_fails_while_the_others_wait_for_it_does_not_hang(cluster: Cluster, healthy: RoleProxy) -> None:
+def test_one_rank_that_fails_while_the_others_wait_for_it_does_not_hang(
+    cluster: Cluster, healthy: RoleProxy
+) -> None:
     barrier = cluster.groups["barrier"].role("fragile")
     future, waiting = barrier.fail_on_one_while_others_wait(), barrier.work()
     error = error_of(future.get, within_s=10)
     assert (error.pool, error.rank, error.method) == ("barrier", 1, "fail_on_one_while_others_wait")
     assert "ValueError: did not come to the barrier" in str(error)
-    assert "did not come to the barrier" in str(error_of(waiting.get)), "the pool cannot be used any more, and says why"
+    assert "did not come to the barrier" in str(error_of(waiting.get)), (
+        "the pool cannot be used any more, and says why"
+    )
     assert "did not come to the barrier" in str(error_of(barrier.work))
     wait_until(lambda: all_ended(process.pid for process in cluster.groups["barrier"].processes))
     assert_still_works(healthy)
@@ -318,22 +374,29 @@ def test_out_of_memory_is_one_error_with_what_was_wanted_what_was_free_and_what_
         error_of(lambda: group.add_role("too large", Greedy, at_once=True)),
         error_of(group.add_role("greedy", Greedy).take_too_much),
     ]
-    for error, role, method in zip(errors, ("too large", "greedy"), ("__init__", "take_too_much"), strict=True):
+    for error, role, method in zip(
+        errors, ("too large", "greedy"), ("__init__", "take_too_much"), strict=True
+    ):
         assert (error.pool, error.role, error.rank, error.method) == ("healthy", role, 1, method)
         first, second = error.problems
         who = f"healthy rank 1 ({role}.{method}, node {error.node}, pid {group.processes[1].pid})"
         found = re.fullmatch(
-            r"(.*) is out of memory: it asked for (.*), and \S+ [MGT]iB are free in host memory", first
+            r"(.*) is out of memory: it asked for (.*), and \S+ [MGT]iB are free in host memory",
+            first,
         )
         assert found is not None and found.groups() == (who, "4.0 PiB")
-        assert second.startswith(f"try some.rows=2 or {method}.offload=true; more advice is in docs/troubleshooting.md")
+        assert second.startswith(
+            f"try some.rows=2 or {method}.offload=true; more advice is in docs/troubleshooting.md"
+        )
     assert_still_works(healthy)
 
 
 # At random
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
+)
 def test_a_kill_of_any_worker_at_any_moment_is_one_clean_error(shared_ray: None, seed: int) -> None:
     rng = random.Random(seed)
     before = shared_memory()

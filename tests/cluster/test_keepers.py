@@ -1,4 +1,5 @@
-"""Snapshots on several nodes: each file has a second copy on another node, and a node gets what it lacks."""
+"""Snapshots on several nodes: each file has a second copy on another node, and a node gets what it
+lacks."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from rolepool.protocol.futures import CallFuture
 
 pytestmark = pytest.mark.slow
 SIZE = 3 * 2**20
-RANKS = [[Path("0/role") / name for name in names] for names in (("data-0", "rank-0"), ("data-1", "rank-1"))]
+RANKS = [
+    [Path("0/role") / name for name in names]
+    for names in (("data-0", "rank-0"), ("data-1", "rank-1"))
+]
 
 
 def number_in(files: Sequence[Path]) -> int | None:
@@ -31,7 +35,9 @@ def number_in(files: Sequence[Path]) -> int | None:
 def nodes() -> Iterator[list[str]]:
     """The ids of two nodes of a cluster to which this process is connected."""
     options = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-    cluster = RayCluster(initialize_head=True, head_node_args={"include_dashboard": False, **options})
+    cluster = RayCluster(
+        initialize_head=True, head_node_args={"include_dashboard": False, **options}
+    )
     cluster.add_node(**options)
     ray.init(address=cluster.address, logging_level="warning")
     yield [node.node_id for node in live_nodes()]
@@ -61,14 +67,23 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "0" / "role").iterdir()}
 
 
-def test_each_file_has_a_second_copy_and_survives_the_keeper_of_its_node(keepers: Keepers, nodes: list[str]) -> None:
+def test_each_file_has_a_second_copy_and_survives_the_keeper_of_its_node(
+    keepers: Keepers, nodes: list[str]
+) -> None:
     folders = [keepers.where(nodes)[node][0] for node in nodes]
     for number in (3, 5):  # the second one is written to the same files
         for rank, folder in enumerate(folders):
             written = write(folder, rank, number)
         keepers.copy(number, list(zip(RANKS, nodes, strict=True)), written)
-        markers = [folder / files[-1] for folder, files in zip(folders, reversed(RANKS), strict=True)]
-        wait_until(lambda number=number, markers=markers: {number_in([marker]) for marker in markers} == {number}, 30)
+        markers = [
+            folder / files[-1] for folder, files in zip(folders, reversed(RANKS), strict=True)
+        ]
+        wait_until(
+            lambda number=number, markers=markers: (
+                {number_in([marker]) for marker in markers} == {number}
+            ),
+            30,
+        )
     assert content(folders[0]) == content(folders[1])
     assert content(folders[0])["data-1"] == bytes([5]) * SIZE
 
@@ -80,7 +95,9 @@ def test_each_file_has_a_second_copy_and_survives_the_keeper_of_its_node(keepers
     assert content(new) == content(folders[0])
 
 
-def test_a_node_gets_what_it_lacks_if_every_file_is_complete_somewhere(keepers: Keepers, nodes: list[str]) -> None:
+def test_a_node_gets_what_it_lacks_if_every_file_is_complete_somewhere(
+    keepers: Keepers, nodes: list[str]
+) -> None:
     folders = [keepers.where(nodes)[node][0] for node in nodes]
     write(folders[0], 0, 3)
     assert not keepers.gather(3, RANKS, nodes)

@@ -1,4 +1,5 @@
-"""Before a run has roles, a function can measure something on all its processes, also over several pools."""
+"""Before a run has roles, a function can measure something on all its processes, also over several
+pools."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from rolepool.errors import WorkerError
 
 
 def place_in_group() -> Callable[[str], tuple[str, int, int, float]]:
-    """A function that tells the device, the rank and the size of the process group, and the sum over its ranks. It is
-    made here because Ray then sends its code; the processes cannot import this module."""
+    """A function that tells the device, the rank and the size of the process group, and the sum
+    over its ranks. It is made here because Ray then sends its code; the processes cannot import
+    this module."""
 
     def tell(device: str) -> tuple[str, int, int, float]:
         import torch
@@ -41,7 +43,10 @@ def test_processes_of_all_pools_measure_together_and_return_to_their_pools(
         for _ in range(2):
             assert cluster.measure(place_in_group()) == expected
         for name, (size,) in pools.items():
-            answers = [process.actor.measure.remote(place_in_group()) for process in cluster.groups[name].processes]
+            answers = [
+                process.actor.measure.remote(place_in_group())
+                for process in cluster.groups[name].processes
+            ]
             places = [ray.get(answer, timeout=60.0) for answer in answers]
             assert places == [("cpu", rank, size, size * (size + 1) / 2) for rank in range(size)]
 

@@ -1,5 +1,5 @@
-"""CUDA MPS for pools that share GPUs: who gets it, when it ends, and what is said where it does not start. There is no
-GPU: a script stands in for NVIDIA's program, and GPUs are only counted."""
+"""CUDA MPS for pools that share GPUs: who gets it, when it ends, and what is said where it does not
+start. There is no GPU: a script stands in for NVIDIA's program, and GPUs are only counted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def with_fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def server_pids(environment: dict[str, str]) -> list[int]:
     ask = [str(FAKE)]
-    answer = subprocess.run(ask, input="get_server_list\n", text=True, capture_output=True, env=environment, check=True)
+    answer = subprocess.run(
+        ask, input="get_server_list\n", text=True, capture_output=True, env=environment, check=True
+    )
     return [int(pid) for pid in answer.stdout.split()]
 
 
@@ -64,12 +66,16 @@ def test_a_daemon_has_a_private_folder_with_short_paths_and_sees_all_gpus(
     assert folder.stat().st_mode & 0o777 == 0o700 and len(str(folder)) < 40
     seen = Path(daemon.environment[LOGS], "environment").read_text()
     assert "CUDA_VISIBLE_DEVICES" not in seen
-    assert f"{PIPES}={daemon.environment[PIPES]}\n" in seen, "ours, whatever the user runs beside it"
+    assert f"{PIPES}={daemon.environment[PIPES]}\n" in seen, (
+        "ours, whatever the user runs beside it"
+    )
     daemon.close()
     wait_until(lambda: is_gone(daemon.environment, pids))
 
 
-def test_a_daemon_ends_with_the_process_that_started_it_even_when_that_is_killed(with_fake: None) -> None:
+def test_a_daemon_ends_with_the_process_that_started_it_even_when_that_is_killed(
+    with_fake: None,
+) -> None:
     program = (
         "import json, runpy, sys, time; daemon = runpy.run_path(sys.argv[1])['MpsDaemon'](); "
         "print(json.dumps(daemon.environment), flush=True); time.sleep(600)"
@@ -80,7 +86,9 @@ def test_a_daemon_ends_with_the_process_that_started_it_even_when_that_is_killed
         assert holder.stdout is not None
         environment = json.loads(holder.stdout.readline())
         pids = daemon_and_servers(environment)
-        assert psutil.Process(holder.pid).children() == [], "a child would be killed by Ray before it can clean up"
+        assert psutil.Process(holder.pid).children() == [], (
+            "a child would be killed by Ray before it can clean up"
+        )
         holder.kill()
     wait_until(lambda: is_gone(environment, pids))
 
@@ -89,7 +97,10 @@ def test_a_daemon_ends_with_the_process_that_started_it_even_when_that_is_killed
     ("how", "said"),
     [
         ("refuses", f"{CONTROL} -d failed: cannot use this driver;"),
-        ("no_server", "waited 0.5 s for its server to start; the last line of its log: no memory for a context;"),
+        (
+            "no_server",
+            "waited 0.5 s for its server to start; the last line of its log: no memory for a context;",
+        ),
     ],
 )
 def test_what_hinders_the_daemon_is_told_in_its_own_words_and_nothing_is_left(
@@ -106,19 +117,26 @@ def test_what_hinders_the_daemon_is_told_in_its_own_words_and_nothing_is_left(
     wait_until(lambda: set(Path("/tmp").glob("rolepool-mps-*")) <= before)
 
 
-def test_a_node_without_the_program_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_node_without_the_program_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(PlacementError) as caught:
         MpsDaemon()
-    assert f"start on {socket.gethostname()}: {CONTROL} is not on the PATH; set placement.mps=false" in str(
-        caught.value
+    assert (
+        f"start on {socket.gethostname()}: {CONTROL} is not on the PATH; set placement.mps=false"
+        in str(caught.value)
     )
 
 
 def test_a_plan_with_mps_is_refused_where_no_node_has_a_gpu() -> None:
     plan = plan_of({"half": {"per_node": [1], "share": 0.5}}, [1], device="auto", mps=True)
-    with pytest.raises(PlacementError, match=r"^placement\.mps=true: needs GPUs, and the cluster has none"):
-        reserve(plan, [Node("id", "address", num_gpus=0, num_cpus=4)], ExitStack(), timeout_s=1, held={})
+    with pytest.raises(
+        PlacementError, match=r"^placement\.mps=true: needs GPUs, and the cluster has none"
+    ):
+        reserve(
+            plan, [Node("id", "address", num_gpus=0, num_cpus=4)], ExitStack(), timeout_s=1, held={}
+        )
 
 
 # In a cluster
@@ -146,7 +164,9 @@ def address(program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_sharing_pools_use_one_daemon_per_node_that_ends_with_the_run(address: str, program: Path) -> None:
+def test_sharing_pools_use_one_daemon_per_node_that_ends_with_the_run(
+    address: str, program: Path
+) -> None:
     pools = {
         "wide": {"per_node": [1, 1], "share": 0.5},
         "beside": {"per_node": [0, 1], "share": 0.5},
@@ -160,7 +180,10 @@ def test_sharing_pools_use_one_daemon_per_node_that_ends_with_the_run(address: s
         assert found["beside"] == [second], "one daemon for all that share GPUs on a node"
         assert found["whole"] == [{}], "a pool of whole GPUs has no use for it"
         assert first.keys() == second.keys() == {PIPES, LOGS}
-        pids = {node: daemon_and_servers(environment) for node, environment in enumerate((first, second))}
+        pids = {
+            node: daemon_and_servers(environment)
+            for node, environment in enumerate((first, second))
+        }
         assert len({*pids[0], *pids[1]}) == 4, "a daemon and a server on each node"
     wait_until(lambda: is_gone(first, pids[0]) and is_gone(second, pids[1]))
 

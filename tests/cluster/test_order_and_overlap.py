@@ -1,4 +1,5 @@
-"""When calls run: one after another on a pool, side by side on two, and none of them waits for the driver."""
+"""When calls run: one after another on a pool, side by side on two, and none of them waits for the
+driver."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def assert_one_after_another(spans: list[Span]) -> None:
             assert earlier.end_s <= later.start_s
 
 
-def test_calls_on_a_pool_run_in_the_order_made_though_they_take_different_times(actor: RoleProxy) -> None:
+def test_calls_on_a_pool_run_in_the_order_made_though_they_take_different_times(
+    actor: RoleProxy,
+) -> None:
     random.seed(0)
     futures = [actor.write_down(number, random.choice([0.0, 0.0, 0.05])) for number in range(30)]
     assert [future.get() for future in futures] == [[number] * 2 for number in range(30)]
@@ -69,7 +72,9 @@ def test_calls_on_a_pool_run_in_the_order_made_though_they_take_different_times(
     assert_one_after_another([span for future in futures for span in future.spans()])
 
 
-def test_a_call_that_waits_for_another_pool_is_not_overtaken(actor: RoleProxy, critic: RoleProxy) -> None:
+def test_a_call_that_waits_for_another_pool_is_not_overtaken(
+    actor: RoleProxy, critic: RoleProxy
+) -> None:
     late = critic.add(batch_of(4), 1, seconds=0.5)
     waiting = actor.add(late, 1)
     later = actor.write_down(100)
@@ -97,7 +102,9 @@ def test_calls_on_two_pools_overlap(actor: RoleProxy, critic: RoleProxy) -> None
 
     longer_s = max(extent_s(actor_spans), extent_s(critic_spans))
     assert extent_s(actor_spans + critic_spans) <= OVERHEAD * longer_s
-    assert extent_s(actor_spans + critic_spans) <= OVERHEAD * 2.0, "twice 1 s in the one, twice 0.8 s in the other"
+    assert extent_s(actor_spans + critic_spans) <= OVERHEAD * 2.0, (
+        "twice 1 s in the one, twice 0.8 s in the other"
+    )
     assert overlap_s(actor_spans, critic_spans) >= 1.4
 
 
@@ -115,22 +122,32 @@ def test_a_chain_over_three_pools_is_issued_before_its_first_call_ends(
     assert issued - begin < 0.8
     spans = [future.spans() for future in (generated, valued, updated)]
     assert issued < spans[0][0].end_s
-    assert all(span.queued_s <= issued for chained in spans for span in chained), "all three were queued by then"
+    assert all(span.queued_s <= issued for chained in spans for span in chained), (
+        "all three were queued by then"
+    )
     for earlier, later in itertools.pairwise(spans):
         assert max(span.end_s for span in earlier) <= min(span.start_s for span in later)
 
 
-def test_an_update_runs_on_while_another_pool_generates(actor: RoleProxy, rollout: RoleProxy) -> None:
+def test_an_update_runs_on_while_another_pool_generates(
+    actor: RoleProxy, rollout: RoleProxy
+) -> None:
     update = actor.update(2.5)
     generated = [rollout.add(batch_of(2), step, seconds=0.1) for step in range(8)]
     for step, future in enumerate(generated):
-        assert future.get().batch["x"].tolist() == [step, step + 1], "results arrive during the update"
+        assert future.get().batch["x"].tolist() == [step, step + 1], (
+            "results arrive during the update"
+        )
     assert not update.done()
     assert update.get() == [10, 10]
-    assert overlap_s(update.spans(), [span for future in generated for span in future.spans()]) >= 0.7
+    assert (
+        overlap_s(update.spans(), [span for future in generated for span in future.spans()]) >= 0.7
+    )
 
 
-def test_waiting_for_one_pool_does_not_keep_another_from_working(actor: RoleProxy, critic: RoleProxy) -> None:
+def test_waiting_for_one_pool_does_not_keep_another_from_working(
+    actor: RoleProxy, critic: RoleProxy
+) -> None:
     slow = critic.write_down(1, 2.0)
     queue = [actor.write_down(number, 0.1) for number in range(5)]
     slow.get()
@@ -155,7 +172,12 @@ def test_every_span_was_queued_before_it_started_and_started_before_it_ended(
 def test_making_a_role_has_a_span_too(groups: dict[str, WorkerGroup]) -> None:
     proxy = groups["critic"].add_role("with a span", Sleeper)
     (span,) = proxy.ready.spans()
-    assert (span.pool, span.role, span.rank, span.method) == (POOLS["critic"], "with a span", 0, "__init__")
+    assert (span.pool, span.role, span.rank, span.method) == (
+        POOLS["critic"],
+        "with a span",
+        0,
+        "__init__",
+    )
     assert span.queued_s <= span.start_s <= span.end_s
 
 
@@ -184,12 +206,18 @@ def test_the_live_state_says_what_each_pool_runs_now_and_what_waits(
         live.stop()
     steps = [state for state in written if state.what == "step 7"]
     names = [
-        {pool: [call[0] for call in calls if call[2] is None] for pool, calls in one.pools.items()} for one in steps
+        {pool: [call[0] for call in calls if call[2] is None] for pool, calls in one.pools.items()}
+        for one in steps
     ]
     assert names[0] == {"actor": [], "critic": ["add"], "rollout": []}
     assert {"actor": ["multiply"], "critic": [], "rollout": []} in names
     assert names[-1] == {"actor": [], "critic": [], "rollout": []}
-    ((_, start_s, end_s),), ((_, next_s, last_s),) = steps[-1].pools["critic"], steps[-1].pools["actor"]
+    ((_, start_s, end_s),), ((_, next_s, last_s),) = (
+        steps[-1].pools["critic"],
+        steps[-1].pools["actor"],
+    )
     assert began_s <= start_s < end_s <= next_s + 0.1
     assert ended_s <= last_s < ended_s + 1.5
-    assert all(calls == [] for calls in written[-1].pools.values()), "the operations of step 7 are not part of step 8"
+    assert all(calls == [] for calls in written[-1].pools.values()), (
+        "the operations of step 7 are not part of step 8"
+    )

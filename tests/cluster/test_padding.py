@@ -1,4 +1,5 @@
-"""Batches that the ranks do not divide: padded for the call, and nobody who reads the result can tell."""
+"""Batches that the ranks do not divide: padded for the call, and nobody who reads the result can
+tell."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ class TestTheResultHasTheRowsOfTheBatch:
         assert result.non_tensor_batch["text"].tolist() == [f"row {i}" for i in range(num_rows)]
         assert set(result.batch.keys()) == {"y"}, "and no column that marks padding"
 
-    def test_when_it_is_the_batch_itself(self, counter: RoleProxy, num_rows: int, as_future: bool) -> None:
+    def test_when_it_is_the_batch_itself(
+        self, counter: RoleProxy, num_rows: int, as_future: bool
+    ) -> None:
         result = call(counter.unchanged, batch_of(num_rows), as_future=as_future)
         expected = batch_of(num_rows)
         assert same_value(dict(result.batch.items()), dict(expected.batch.items()))
@@ -62,12 +65,16 @@ class TestTheResultHasTheRowsOfTheBatch:
         result = call(counter.as_list, batch_of(num_rows), as_future=as_future)
         assert result == [f"row {i}!" for i in range(num_rows)]
 
-    def test_when_it_is_a_tensor_of_each_rank(self, counter: RoleProxy, num_rows: int, as_future: bool) -> None:
+    def test_when_it_is_a_tensor_of_each_rank(
+        self, counter: RoleProxy, num_rows: int, as_future: bool
+    ) -> None:
         result = call(counter.as_tensor, batch_of(num_rows), as_future=as_future)
         assert len(result) == NUM_RANKS
         assert torch.cat(result).tolist() == [100 + i for i in range(num_rows)]
 
-    def test_when_there_are_several_rows_for_each(self, counter: RoleProxy, num_rows: int, as_future: bool) -> None:
+    def test_when_there_are_several_rows_for_each(
+        self, counter: RoleProxy, num_rows: int, as_future: bool
+    ) -> None:
         for times in (1, 2, 4):
             result = call(counter.repeated, batch_of(num_rows), times, as_future=as_future)
             assert result.batch["x"].tolist() == [i for i in range(num_rows) for _ in range(times)]
@@ -77,21 +84,30 @@ class TestTheResultHasTheRowsOfTheBatch:
 
 
 @pytest.mark.parametrize("num_rows", SIZES)
-def test_sums_over_a_mask_that_all_ranks_add_up_are_those_of_the_real_rows(counter: RoleProxy, num_rows: int) -> None:
+def test_sums_over_a_mask_that_all_ranks_add_up_are_those_of_the_real_rows(
+    counter: RoleProxy, num_rows: int
+) -> None:
     batch = batch_of(num_rows)
     mask = batch.batch["response_mask"].double()
     sums = counter.masked_sums(batch)
     assert len(sums) == NUM_RANKS
     for of_rank in sums:
         assert of_rank["tokens"] == mask.sum().item()
-        assert of_rank["reward"] == pytest.approx((mask * batch.batch["reward"]).sum().item(), rel=1e-12)
+        assert of_rank["reward"] == pytest.approx(
+            (mask * batch.batch["reward"]).sum().item(), rel=1e-12
+        )
         assert of_rank["weight"] == 0.5 * num_rows
 
 
 @pytest.mark.parametrize("num_rows", SIZES[1:])
-def test_a_gradient_over_all_ranks_is_that_of_the_real_rows(counter: RoleProxy, num_rows: int) -> None:
+def test_a_gradient_over_all_ranks_is_that_of_the_real_rows(
+    counter: RoleProxy, num_rows: int
+) -> None:
     batch, weights = batch_of(num_rows), [0.1, 0.2, 0.3, 0.4]
-    mask, difference = batch.batch["response_mask"].double(), torch.tensor(weights) - batch.batch["reward"]
+    mask, difference = (
+        batch.batch["response_mask"].double(),
+        torch.tensor(weights) - batch.batch["reward"],
+    )
     expected = (mask * 2 * difference).sum(0) / mask.sum()
     metrics = counter.update(batch, weights).meta_info["metrics"]
     assert metrics["grad"] == [pytest.approx(expected.tolist(), rel=1e-6)] * NUM_RANKS
@@ -102,16 +118,23 @@ def test_every_rank_gets_equally_many_rows_and_padding_rows_are_marked(counter: 
     received = counter.what_was_received()
     assert [rank["x"] for rank in received] == [[0, 1], [2, 3], [0, 0]]
     assert [rank.get("is_padding") for rank in received] == [None, None, [True, True]]
-    assert received[2]["text"] == ["row 0", "row 0"], "copies of a real row, so that a forward pass is an ordinary one"
+    assert received[2]["text"] == ["row 0", "row 0"], (
+        "copies of a real row, so that a forward pass is an ordinary one"
+    )
     assert received[2]["response_mask"] == [[False] * 4] * 2
     assert received[2]["loss_weights"] == [0.0, 0.0]
-    assert received[2]["attention_mask"] == [[1] * 4] * 2, "a row that attends to nothing would give NaN"
+    assert received[2]["attention_mask"] == [[1] * 4] * 2, (
+        "a row that attends to nothing would give NaN"
+    )
 
     counter.as_batch(batch_of(5))
     received = counter.what_was_received()
     assert [rank["x"] for rank in received] == [[0, 1], [2, 3], [4, 4]]
     assert received[2]["is_padding"] == [False, True]
-    assert received[2]["response_mask"] == [batch_of(5).batch["response_mask"][4].tolist(), [False] * 4]
+    assert received[2]["response_mask"] == [
+        batch_of(5).batch["response_mask"][4].tolist(),
+        [False] * 4,
+    ]
 
 
 def test_the_callers_batch_is_as_it_was(counter: RoleProxy) -> None:
@@ -120,13 +143,17 @@ def test_the_callers_batch_is_as_it_was(counter: RoleProxy) -> None:
     assert same_value(dict(batch.batch.items()), dict(batch_of(5).batch.items()))
 
 
-def test_a_future_that_the_ranks_do_not_divide_is_padded_where_it_is_consumed(counter: RoleProxy) -> None:
+def test_a_future_that_the_ranks_do_not_divide_is_padded_where_it_is_consumed(
+    counter: RoleProxy,
+) -> None:
     for num_rows in SIZES:
         rows = counter.repeated(batch_of(num_rows), 2, blocking=False)
         chosen = rows.reorder(list(range(2 * num_rows))[::-1][: num_rows + 1])
         expected = [i for i in range(num_rows) for _ in range(2)]
         assert counter.as_batch(rows).batch["y"].tolist() == [100 + i for i in expected]
-        assert counter.as_batch(chosen).batch["y"].tolist() == [100 + i for i in expected[::-1][: num_rows + 1]]
+        assert counter.as_batch(chosen).batch["y"].tolist() == [
+            100 + i for i in expected[::-1][: num_rows + 1]
+        ]
         mask = batch_of(num_rows).batch["response_mask"].sum().item()
         assert counter.masked_sums(rows)[0]["tokens"] == 2 * mask
 
@@ -137,17 +164,23 @@ def test_a_padded_call_hands_on_its_real_rows_only(counter: RoleProxy) -> None:
         for _ in range(3):
             passed_on = counter.unchanged(passed_on, blocking=False)
         assert len(passed_on) == num_rows
-        assert same_value(dict(passed_on.get().batch.items()), dict(batch_of(num_rows).batch.items()))
+        assert same_value(
+            dict(passed_on.get().batch.items()), dict(batch_of(num_rows).batch.items())
+        )
 
 
 def test_a_metric_that_is_a_list_is_not_taken_for_rows(counter: RoleProxy) -> None:
     results = {num_rows: counter.metric_vector(batch_of(num_rows)) for num_rows in SIZES}
-    assert results == {num_rows: [[float(rank), 0.5] for rank in range(NUM_RANKS)] for num_rows in SIZES}
+    assert results == {
+        num_rows: [[float(rank), 0.5] for rank in range(NUM_RANKS)] for num_rows in SIZES
+    }
 
 
 def test_a_tuple_of_two_results_is_not_taken_for_rows(counter: RoleProxy) -> None:
     results = {num_rows: counter.loss_and_count(batch_of(num_rows)) for num_rows in SIZES}
-    assert results == {num_rows: [(float(rank), 0.5) for rank in range(NUM_RANKS)] for num_rows in SIZES}
+    assert results == {
+        num_rows: [(float(rank), 0.5) for rank in range(NUM_RANKS)] for num_rows in SIZES
+    }
 
 
 @pytest.mark.parametrize("num_rows", [1, 6, 7])
@@ -160,7 +193,9 @@ def test_ragged_rows_go_through_ranks_in_another_order_and_spans_count_their_tok
     sent = counter.unchanged(batch, blocking=False)
     order = list(range(num_rows))[::-1]
     again = counter.unchanged(sent.reorder(order), blocking=False)
-    assert [row.tolist() for row in again.get().batch["input_ids"].unbind()] == [[i] * (i % 4 + 1) for i in order]
+    assert [row.tolist() for row in again.get().batch["input_ids"].unbind()] == [
+        [i] * (i % 4 + 1) for i in order
+    ]
     num_padding = -num_rows % NUM_RANKS
     for spans in (sent.spans(), again.spans()):
         num_tokens = sum(span.num_tokens for span in spans)

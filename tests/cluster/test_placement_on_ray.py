@@ -1,5 +1,6 @@
-"""Plans on a Ray cluster of several nodes (here on one machine, with GPUs that are only counted): every process is on
-the GPU that the plan says, or there is one error that says what is in the way."""
+"""Plans on a Ray cluster of several nodes (here on one machine, with GPUs that are only counted):
+every process is on the GPU that the plan says, or there is one error that says what is in the
+way."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ class Holder:
 # Where processes are
 
 
-def test_every_process_has_exactly_the_gpu_of_the_plan_and_the_cluster_is_left_running(address: str) -> None:
+def test_every_process_has_exactly_the_gpu_of_the_plan_and_the_cluster_is_left_running(
+    address: str,
+) -> None:
     """Two pools share GPUs by halves, and one has whole ones, on nodes of different sizes."""
     plan = on_gpus(
         {
@@ -76,18 +79,35 @@ def test_every_process_has_exactly_the_gpu_of_the_plan_and_the_cluster_is_left_r
         nodes = live_nodes()
         index_of = {node.node_id: index for index, node in enumerate(nodes)}
         assert [node.num_gpus for node in nodes] == GPUS, "the driver's node is the first"
-        roles = {name: group.add_role("place", Place, blocking=False) for name, group in cluster.groups.items()}
+        roles = {
+            name: group.add_role("place", Place, blocking=False)
+            for name, group in cluster.groups.items()
+        }
         found = {name: role.where().get() for name, role in roles.items()}
         for name, pool in plan.pools.items():
             places = found[name]
-            assert [(index_of[place["node_id"]], *place["gpus"]) for place in places] == list(pool.slots), name
-            assert [place["visible"] for place in places] == [str(slot.gpu) for slot in pool.slots], name
+            assert [(index_of[place["node_id"]], *place["gpus"]) for place in places] == list(
+                pool.slots
+            ), name
+            assert [place["visible"] for place in places] == [
+                str(slot.gpu) for slot in pool.slots
+            ], name
             assert [place["rank"] for place in places] == list(range(pool.world_size))
-            assert roles[name].meet() == [pool.world_size] * pool.world_size, "one process group over the nodes"
-        assert [place["gpus"] for place in found["wide"]][:1] == [place["gpus"] for place in found["beside"]]
+            assert roles[name].meet() == [pool.world_size] * pool.world_size, (
+                "one process group over the nodes"
+            )
+        assert [place["gpus"] for place in found["wide"]][:1] == [
+            place["gpus"] for place in found["beside"]
+        ]
         assert [place["local"] for place in found["wide"]] == [(0, 2), (1, 2), (0, 1)]
-        assert [place["environment"] for place in found["wide"]] == [("0", "2"), ("1", "2"), ("0", "1")]
-        assert {place["device"] for places in found.values() for place in places} == {"cpu"}, "GPUs that do not exist"
+        assert [place["environment"] for place in found["wide"]] == [
+            ("0", "2"),
+            ("1", "2"),
+            ("0", "1"),
+        ]
+        assert {place["device"] for places in found.values() for place in places} == {"cpu"}, (
+            "GPUs that do not exist"
+        )
         pids = pids_of(cluster)
 
     assert not ray.is_initialized()
@@ -109,8 +129,15 @@ def test_nodes_are_in_one_order_for_everybody(connected: None) -> None:
 
 
 def test_a_head_without_gpus_is_not_counted_if_the_cluster_has_gpus() -> None:
-    head, worker = Node("a", "10.0.0.1", num_gpus=0, num_cpus=8), Node("b", "10.0.0.2", num_gpus=8, num_cpus=64)
-    assert nodes_with_slots("cuda", [head, worker]) == nodes_with_slots("auto", [head, worker]) == ("cuda", [worker])
+    head, worker = (
+        Node("a", "10.0.0.1", num_gpus=0, num_cpus=8),
+        Node("b", "10.0.0.2", num_gpus=8, num_cpus=64),
+    )
+    assert (
+        nodes_with_slots("cuda", [head, worker])
+        == nodes_with_slots("auto", [head, worker])
+        == ("cuda", [worker])
+    )
     assert nodes_with_slots("cpu", [head, worker]) == ("cpu", [head, worker])
     assert nodes_with_slots("cuda", [head]) == ("cuda", [head]), "what it lacks is reported later"
 
@@ -122,13 +149,18 @@ def test_relative_paths_mean_the_folder_of_the_driver_and_what_a_node_lacks_is_n
     (tmp_path / "model").mkdir()
     with Cluster(on_gpus({"pool": [1, 1]})) as cluster:
         group = cluster.groups["pool"]
-        assert [place["folder"] for place in group.add_role("place", Place).where().get()] == [str(tmp_path)] * 2
+        assert [place["folder"] for place in group.add_role("place", Place).where().get()] == [
+            str(tmp_path)
+        ] * 2
         for path in ("model", tmp_path / "model"):
             group.check_exists("some.path=model", path, "copy it there")
         with pytest.raises(ConfigError) as caught:
             group.check_exists("some.path=weights", "weights", "copy it there")
         address = group.processes[0].address
-        assert str(caught.value) == f"some.path=weights: node {address} has no {tmp_path}/weights; copy it there"
+        assert (
+            str(caught.value)
+            == f"some.path=weights: node {address} has no {tmp_path}/weights; copy it there"
+        )
 
 
 # What does not fit
@@ -137,9 +169,21 @@ def test_relative_paths_mean_the_folder_of_the_driver_and_what_a_node_lacks_is_n
 @pytest.mark.parametrize(
     ("gpus_per_node", "pools", "problem"),
     [
-        ([8], {"big": [5]}, r"Not enough GPUs: big needs 5 on node 0 \(.*\), up to number 4; the node has 4"),
-        ([4, 4], {"a": [4], "b": [0, 3]}, r"Not enough GPUs: b needs 3 on node 1 \(.*\), .*the node has 2"),
-        ([2, 2, 2, 2], {"far": [0, 0, 0, 2]}, r"Not enough nodes: far needs 2 GPUs on node 3, .*has 3 nodes"),
+        (
+            [8],
+            {"big": [5]},
+            r"Not enough GPUs: big needs 5 on node 0 \(.*\), up to number 4; the node has 4",
+        ),
+        (
+            [4, 4],
+            {"a": [4], "b": [0, 3]},
+            r"Not enough GPUs: b needs 3 on node 1 \(.*\), .*the node has 2",
+        ),
+        (
+            [2, 2, 2, 2],
+            {"far": [0, 0, 0, 2]},
+            r"Not enough nodes: far needs 2 GPUs on node 3, .*has 3 nodes",
+        ),
     ],
     ids=["a node that is too small", "one pool of two", "a node that is not there"],
 )
@@ -157,14 +201,20 @@ def test_everything_that_is_missing_is_said_in_one_error(address: str) -> None:
     with pytest.raises(PlacementError) as caught:
         Cluster(plan, address=address)
     assert not ray.is_initialized(), "and the connection is closed"
-    assert [re.search(r": (\w) needs", problem).group(1) for problem in caught.value.problems] == ["a", "b", "c"]
+    assert [re.search(r": (\w) needs", problem).group(1) for problem in caught.value.problems] == [
+        "a",
+        "b",
+        "c",
+    ]
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_too_few_cpus_for_the_processes_are_refused_at_once(connected: None, device: str) -> None:
     shared = {f"pool {i}": {"per_node": [4], "share": 0.25} for i in range(3)}
     begin = time.monotonic()
-    with pytest.raises(PlacementError, match=r"Not enough CPUs: 12 processes on node 0 .* Ray has 8 there"):
+    with pytest.raises(
+        PlacementError, match=r"Not enough CPUs: 12 processes on node 0 .* Ray has 8 there"
+    ):
         Cluster(plan_of(shared, [4], device=device), timeout_s=60)
     assert time.monotonic() - begin < 30
 
@@ -185,11 +235,16 @@ def test_gpus_that_another_job_holds_are_waited_for_and_then_named_with_the_hold
 
 
 @pytest.mark.slow
-def test_two_runs_share_a_cluster_and_gpus_that_become_free_in_time_are_taken(connected: None) -> None:
+def test_two_runs_share_a_cluster_and_gpus_that_become_free_in_time_are_taken(
+    connected: None,
+) -> None:
     held = Holder.options(num_gpus=2, **on_node(1)).remote()
     assert ray.get(held.gpus.remote()) == [0, 1]
     threading.Timer(1.0, lambda: ray.kill(held)).start()
-    with Cluster(on_gpus({"far": [0, 1]}), timeout_s=30) as one, Cluster(on_gpus({"farther": [0, 0, 1]})) as other:
+    with (
+        Cluster(on_gpus({"far": [0, 1]}), timeout_s=30) as one,
+        Cluster(on_gpus({"farther": [0, 0, 1]})) as other,
+    ):
         for cluster, name, node in ((one, "far", 1), (other, "farther", 2)):
             (where,) = cluster.groups[name].add_role("place", Place).where().get()
             assert (where["node_id"], where["gpus"]) == (live_nodes()[node].node_id, [0])
@@ -200,14 +255,20 @@ def test_cuda_that_is_asked_for_and_not_there_is_an_error_of_the_worker(connecte
         Cluster(plan_of({"gpu": [1]}, GPUS, device="cuda"))
 
 
-def test_a_planned_gpu_that_another_job_holds_is_named_though_others_are_free(address: str, connected: None) -> None:
+def test_a_planned_gpu_that_another_job_holds_is_named_though_others_are_free(
+    address: str, connected: None
+) -> None:
     with OtherJob(address, num_gpus=1) as (pid, gpus):
         assert gpus == [0]
         with pytest.raises(PlacementError) as caught:
             Cluster(on_gpus({"pair": [2]}), timeout_s=10)
-    assert "pair rank 0 is planned for node 0 GPU 0, but Ray assigned node 0 GPU 2" in str(caught.value)
+    assert "pair rank 0 is planned for node 0 GPU 0, but Ray assigned node 0 GPU 2" in str(
+        caught.value
+    )
     assert "GPU 0 is held by another job" in str(caught.value)
-    assert re.search(rf"actor Holder \(pid \d+\) of job \w+ \(pid {pid} on ", str(caught.value)), str(caught.value)
+    assert re.search(rf"actor Holder \(pid \d+\) of job \w+ \(pid {pid} on ", str(caught.value)), (
+        str(caught.value)
+    )
     wait_until(lambda: ray.available_resources().get("GPU") == sum(GPUS))
 
 
@@ -216,7 +277,8 @@ def on_node(index: int) -> dict[str, Any]:
 
 
 class OtherJob:
-    """A driver of its own that holds GPUs of the first node with one actor; gives its pid and the GPUs."""
+    """A driver of its own that holds GPUs of the first node with one actor; gives its pid and the
+    GPUs."""
 
     def __init__(self, address: str, num_gpus: int) -> None:
         self._code = f"""
@@ -233,7 +295,10 @@ sys.stdin.read()
 
     def __enter__(self) -> tuple[int, list[int]]:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", self._code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", self._code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         line = next(line for line in self._process.stdout if line.startswith("holding"))
@@ -248,7 +313,9 @@ sys.stdin.read()
 
 def test_an_address_at_which_nobody_answers_is_refused_soon_with_the_key() -> None:
     begin = time.monotonic()
-    with pytest.raises(PlacementError, match=r"ray_init\.address=127\.0\.0\.1:1: no Ray cluster answers there"):
+    with pytest.raises(
+        PlacementError, match=r"ray_init\.address=127\.0\.0\.1:1: no Ray cluster answers there"
+    ):
         Cluster(plan_of({"a": [1]}), address="127.0.0.1:1")
     assert time.monotonic() - begin < 30, "Ray itself tries for minutes"
     assert not ray.is_initialized()

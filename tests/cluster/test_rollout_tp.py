@@ -40,7 +40,13 @@ PLACEMENTS = {
 
 @pytest.fixture(scope="module")
 def one_ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=5, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=5,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
     yield
     ray.shutdown()
 
@@ -67,20 +73,26 @@ def settings(folder: Path, placement: list[str]) -> list[str]:
 def distance(actor: RoleProxy, rollouts: DataProto) -> float:
     """Between the log-probs that rollouts came with and the actor's of the same tokens."""
     scored = actor.compute_log_prob(rollouts, blocking=True)
-    of_actor, of_rollout = flat_values(scored.batch["old_log_probs"]), flat_values(rollouts.batch["rollout_log_probs"])
+    of_actor, of_rollout = (
+        flat_values(scored.batch["old_log_probs"]),
+        flat_values(rollouts.batch["rollout_log_probs"]),
+    )
     return float((of_actor - of_rollout).abs().max())
 
 
 def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_both_rollouts(
     shared_cluster: Cluster, tmp_path: Path
 ) -> None:
-    """The actor is sharded over four ranks; a rollout over pairs of them, and one over the ranks of another pool.
+    """The actor is sharded over four ranks; a rollout over pairs of them, and one over the ranks of
+    another pool.
 
     In float64, so that no two tokens are so close that rounding decides between them.
     """
     config = load_config([], settings(tmp_path / "demo", PLACEMENTS["one pool"])).config
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    loader = PromptLoader(PromptSet("train", config, tokenizer), config.data.train_batch_size, seed=1)
+    loader = PromptLoader(
+        PromptSet("train", config, tokenizer), config.data.train_batch_size, seed=1
+    )
     prompts = repeated(loader.next_batch(), 2)
     train, generate = shared_cluster.groups["four"], shared_cluster.groups["two"]
     setup = Setup(10, torch.float64, stop_token_ids=(1,))
@@ -94,8 +106,12 @@ def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_bo
     scored = actor.compute_log_prob(old, blocking=True)
     log_probs = scored.batch["old_log_probs"]
     advantages = ragged(torch.randn(len(flat_values(log_probs))), lengths_of(log_probs))
-    actor.update_actor(old.union(DataProto.from_dict({"advantages": advantages, "old_log_probs": log_probs})))
-    assert distance(actor, old) > 10 * TOLERANCE, "the update moved too little to tell old weights from new"
+    actor.update_actor(
+        old.union(DataProto.from_dict({"advantages": advantages, "old_log_probs": log_probs}))
+    )
+    assert distance(actor, old) > 10 * TOLERANCE, (
+        "the update moved too little to tell old weights from new"
+    )
     for sync, rollout in zip((sync_here, sync_across), rollouts, strict=True):
         for call in sync(actor.with_blocking(False), rollout.with_blocking(False))(1):
             call.get()
@@ -107,12 +123,16 @@ def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_bo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_after_a_sync_two_tensor_parallel_ranks_agree_with_the_actor(name: str, tmp_path: Path, one_ray: None) -> None:
+def test_after_a_sync_two_tensor_parallel_ranks_agree_with_the_actor(
+    name: str, tmp_path: Path, one_ray: None
+) -> None:
     config = load_config([], settings(tmp_path / "demo", PLACEMENTS[name])).config
     plan = build_plan(config)
     assert find_problems(config, plan) == []
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    loader = PromptLoader(PromptSet("train", config, tokenizer), config.data.train_batch_size, seed=1)
+    loader = PromptLoader(
+        PromptSet("train", config, tokenizer), config.data.train_batch_size, seed=1
+    )
     with Cluster(plan) as cluster:
         roles = build_roles(cluster, config, 10)
         assert (roles.rollout.tp_size, roles.rollout.dp_size) == (2, 1)
@@ -127,7 +147,10 @@ def test_after_a_sync_two_tensor_parallel_ranks_agree_with_the_actor(name: str, 
 
 
 def test_a_size_that_the_models_heads_do_not_allow_is_refused_by_the_plan(tmp_path: Path) -> None:
-    placement = [*PLACEMENTS["one pool"], "+actor_rollout_ref.model.override_config.num_attention_heads=3"]
+    placement = [
+        *PLACEMENTS["one pool"],
+        "+actor_rollout_ref.model.override_config.num_attention_heads=3",
+    ]
     config = load_config([], settings(tmp_path / "demo", placement)).config
     (problem,) = find_problems(config, build_plan(config))
     assert "tensor_model_parallel_size=2: cannot split the model's 3 heads" in problem

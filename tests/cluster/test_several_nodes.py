@@ -1,5 +1,5 @@
-"""Training over two nodes as docs/multinode.md says, by its own commands; and what a user is told when a token, a file
-or a node is missing."""
+"""Training over two nodes as docs/multinode.md says, by its own commands; and what a user is told
+when a token, a file or a node is missing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
         pytest.skip(reason)
     with TwoNodes(tmp_path) as nodes:
         ssh = nodes.one.home / "bin" / "ssh"  # to a node that sees the same files
-        ssh.write_text(f"#!/bin/sh\n[ $1 = {nodes.two.address} ] && HOME='{nodes.two.home}' exec sh -c \"$2\"\n")
+        ssh.write_text(
+            f"#!/bin/sh\n[ $1 = {nodes.two.address} ] && HOME='{nodes.two.home}' exec sh -c \"$2\"\n"
+        )
         ssh.chmod(0o755)
         for command in commands_of("Share a token"):
             nodes.one.run(command, tmp_path)
@@ -91,7 +93,9 @@ def test_who_has_no_token_or_the_wrong_one_is_told_so_and_a_wrong_address_is_ano
     assert [oct(token.stat().st_mode)[-3:] for token in tokens] == ["600", "600"]
 
     nodes.one.run(commands_of("Start Ray on each node")[0], tmp_path)
-    look = f"rolepool plan recipes/demo_split.yaml --live ray_kwargs.ray_init.address={ADDRESSES[0]}"
+    look = (
+        f"rolepool plan recipes/demo_split.yaml --live ray_kwargs.ray_init.address={ADDRESSES[0]}"
+    )
     asked = [
         nodes.one.start(f"{look}:6379", work),
         nodes.one.start(f"{look}:6379", work, **TOKEN_MODE, RAY_AUTH_TOKEN="0" * 64),
@@ -100,13 +104,19 @@ def test_who_has_no_token_or_the_wrong_one_is_told_so_and_a_wrong_address_is_ano
     ]
     outputs = [output_of(process, 120) for process in asked]
     assert [process.returncode for process in asked] == [2, 2, 2, 2], outputs
-    assert [output.count("\n") for output in outputs] == [1, 1, 1, 1], f"one line, none of Ray's: {outputs}"
+    assert [output.count("\n") for output in outputs] == [1, 1, 1, 1], (
+        f"one line, none of Ray's: {outputs}"
+    )
     unset, other, missing, wrong = outputs
     assert unset.startswith(
         f"{SETTING}the Ray cluster there requires a token, but RAY_AUTH_MODE=token is not set here;"
     )
-    assert other.startswith(f"{SETTING}the token of this node differs from the token of the Ray cluster there;")
-    assert missing.startswith(f"{SETTING}RAY_AUTH_MODE=token is set, but there is no token on this node;")
+    assert other.startswith(
+        f"{SETTING}the token of this node differs from the token of the Ray cluster there;"
+    )
+    assert missing.startswith(
+        f"{SETTING}RAY_AUTH_MODE=token is set, but there is no token on this node;"
+    )
     assert all(FIX in output for output in (unset, other, missing))
     refused = "no Ray cluster answers there (Connection refused); start one with `ray start --head`"
     assert wrong.startswith(f"{SETTING.replace(':6379', ':6380')}{refused}")
@@ -118,10 +128,15 @@ def test_a_node_without_ray_and_a_port_of_another_program_are_named(
 ) -> None:
     nodes.one.run(commands_of("Start Ray on each node")[0], tmp_path)
     nodes.one.start("exec python -m http.server 8000", tmp_path)
-    look = f"rolepool plan recipes/demo_split.yaml --live ray_kwargs.ray_init.address={ADDRESSES[0]}"
+    look = (
+        f"rolepool plan recipes/demo_split.yaml --live ray_kwargs.ray_init.address={ADDRESSES[0]}"
+    )
     outside = nodes.two.start(f"{look}:6379", work, **TOKEN_MODE)
     (problem,) = problems_of(nodes.two.start(f"{look}:8000", work, **TOKEN_MODE), timeout_s=60)
-    assert "no Ray cluster answers there (a program listens there, but did not answer like Ray within 30 s)" in problem
+    assert (
+        "no Ray cluster answers there (a program listens there, but did not answer like Ray within 30 s)"
+        in problem
+    )
     (problem,) = problems_of(outside)
     assert problem == (
         f"{SETTING}this node is not part of the Ray cluster there; "
@@ -140,19 +155,27 @@ def test_the_demo_trains_over_two_nodes_from_a_folder_with_relative_paths(
     start_ray(nodes, tmp_path)
     run = work / "runs" / "demo_split"
     for num_steps in (2, 3):  # and once more, from the checkpoint
-        overrides = f"{AXES[axis]} trainer.total_training_steps={num_steps} trainer.resume_mode=auto"
+        overrides = (
+            f"{AXES[axis]} trainer.total_training_steps={num_steps} trainer.resume_mode=auto"
+        )
         training = start_training(nodes.one, work, f"{overrides} trainer.save_freq=2")
         output = output_of(training, 140)
         assert training.returncode == 0, output
         assert steps_of(run) == list(range(1, num_steps + 1))
     spans = [json.loads(line) for line in (run / "spans.jsonl").read_text().splitlines()]
-    where = {(span["role"], span["rank"]): span["node"] for span in spans if span["operation"] != "save_checkpoint"}
+    where = {
+        (span["role"], span["rank"]): span["node"]
+        for span in spans
+        if span["operation"] != "save_checkpoint"
+    }
     one, two = ADDRESSES
     planned = {
         "node": {("actor", 0): one, ("critic", 0): two},
         "gpu": {("actor", 0): one, ("actor", 1): two, ("critic", 0): one, ("critic", 1): two},
     }
-    assert {who: node for who, node in where.items() if who[0] in ("actor", "critic")} == planned[axis]
+    assert {who: node for who, node in where.items() if who[0] in ("actor", "critic")} == planned[
+        axis
+    ]
     assert where["reward", 0] == one, "the rule runs beside the driver, where its file is"
 
 
@@ -163,15 +186,21 @@ def test_a_model_or_a_run_folder_that_a_node_lacks_is_named_with_the_node_before
     start_ray(nodes, tmp_path)
     nodes.one.run("rolepool demo ../alone/demo_data", work)
     nodes.two.hide(tmp_path / "alone")
-    training = start_training(nodes.one, work, f"{ONE_SLOT_EACH} critic.model.path=../alone/demo_data/model")
+    training = start_training(
+        nodes.one, work, f"{ONE_SLOT_EACH} critic.model.path=../alone/demo_data/model"
+    )
     (problem,) = problems_of(training)
     assert problem == (
         f"error: critic.model.path=../alone/demo_data/model: node {ADDRESSES[1]} has no "
         f"{work}/../alone/demo_data/model; copy the model there, or to a folder that all nodes share"
     )
-    training = start_training(nodes.one, work, f"{ONE_SLOT_EACH} trainer.default_local_dir=../alone/run")
+    training = start_training(
+        nodes.one, work, f"{ONE_SLOT_EACH} trainer.default_local_dir=../alone/run"
+    )
     (problem,) = problems_of(training)
-    assert problem.startswith(f"error: trainer.default_local_dir=../alone/run: node {ADDRESSES[1]} has no {work}/../al")
+    assert problem.startswith(
+        f"error: trainer.default_local_dir=../alone/run: node {ADDRESSES[1]} has no {work}/../al"
+    )
     assert not (tmp_path / "alone" / "run").exists() and not (work / "runs" / "demo_split").exists()
 
 
@@ -180,13 +209,17 @@ def test_a_model_or_a_run_folder_that_a_node_lacks_is_named_with_the_node_before
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", AXES)
-def test_a_run_that_loses_a_node_ends_soon_and_names_it(nodes: TwoNodes, tmp_path: Path, work: Path, axis: str) -> None:
+def test_a_run_that_loses_a_node_ends_soon_and_names_it(
+    nodes: TwoNodes, tmp_path: Path, work: Path, axis: str
+) -> None:
     start_ray(nodes, tmp_path)
     lose_while_training(nodes, work, AXES[axis], nodes.two.end, within_s=60)
 
 
 @pytest.mark.slow
-def test_a_node_that_loses_its_network_is_noticed_too(nodes: TwoNodes, tmp_path: Path, work: Path) -> None:
+def test_a_node_that_loses_its_network_is_noticed_too(
+    nodes: TwoNodes, tmp_path: Path, work: Path
+) -> None:
     start_ray(nodes, tmp_path)
     unplug = partial(nodes.two.in_network, "ip", "link", "set", "eth0", "down")
     lose_while_training(nodes, work, AXES["node"], unplug, within_s=150)

@@ -1,4 +1,5 @@
-"""examples/slurm.sbatch on two nodes. Small programs stand in for Slurm's; Ray, the nodes and the training are real."""
+"""examples/slurm.sbatch on two nodes. Small programs stand in for Slurm's; Ray, the nodes and the
+training are real."""
 
 from __future__ import annotations
 
@@ -83,7 +84,10 @@ def test_the_demo_trains_on_two_nodes_and_nothing_of_it_is_left(slurm: Slurm) ->
     output = output_of(job, 200)
     assert job.returncode == 0, output
     assert slurm.steps("demo_split") == [1, 2]
-    spans = [json.loads(line) for line in (slurm.work / "runs/demo_split/spans.jsonl").read_text().splitlines()]
+    spans = [
+        json.loads(line)
+        for line in (slurm.work / "runs/demo_split/spans.jsonl").read_text().splitlines()
+    ]
     assert {span["node"] for span in spans if span["role"] == "actor"} == {ADDRESSES[0]}
     assert {span["node"] for span in spans if span["role"] == "critic"} == {ADDRESSES[1]}
     assert slurm.leftovers() == []
@@ -91,7 +95,9 @@ def test_the_demo_trains_on_two_nodes_and_nothing_of_it_is_left(slurm: Slurm) ->
 
 
 @pytest.mark.slow
-def test_before_the_time_limit_the_job_saves_a_step_returns_to_the_queue_and_resumes(slurm: Slurm) -> None:
+def test_before_the_time_limit_the_job_saves_a_step_returns_to_the_queue_and_resumes(
+    slurm: Slurm,
+) -> None:
     arguments = f"demo {SHORT} trainer.total_training_steps"
     job = slurm.submit(f"{arguments}=1000", "one")
     wait_until(lambda: len(slurm.steps("demo")) >= 2 or job.poll() is not None, timeout_s=150)
@@ -102,7 +108,9 @@ def test_before_the_time_limit_the_job_saves_a_step_returns_to_the_queue_and_res
     assert slurm.requeued and f"job {JOB} returns to the queue" in output
     assert slurm.leftovers() == []
     last = slurm.steps("demo")[-1]
-    assert (slurm.work / "runs" / "demo" / "checkpoints" / f"step_{last:06d}" / "trainer.json").is_file()
+    assert (
+        slurm.work / "runs" / "demo" / "checkpoints" / f"step_{last:06d}" / "trainer.json"
+    ).is_file()
 
     job = slurm.submit(f"{arguments}={last + 1}", "one")
     output = output_of(job, 150)
@@ -112,7 +120,9 @@ def test_before_the_time_limit_the_job_saves_a_step_returns_to_the_queue_and_res
 
 
 @pytest.mark.slow
-def test_the_exit_code_is_that_of_the_training_and_a_cancelled_job_does_not_return(slurm: Slurm) -> None:
+def test_the_exit_code_is_that_of_the_training_and_a_cancelled_job_does_not_return(
+    slurm: Slurm,
+) -> None:
     job = slurm.submit("demo trainer.nodes=2", "one")
     output = output_of(job, 100)
     assert job.returncode == 2, output

@@ -1,4 +1,5 @@
-"""Nobody else can open the files of a run's own Ray, write the keys of a pool, or inherit what a killed driver left."""
+"""Nobody else can open the files of a run's own Ray, write the keys of a pool, or inherit what a
+killed driver left."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from rolepool.cluster import Cluster
 from rolepool.cluster.connection import private_folder
 
-pytestmark = pytest.mark.slow  # two starts of Ray; test_calls looks at the listening sockets of its own
+pytestmark = (
+    pytest.mark.slow
+)  # two starts of Ray; test_calls looks at the listening sockets of its own
 
 DRIVER = Path(__file__).with_name("driver_for_cleanup.py")
 
@@ -74,7 +77,9 @@ def test_what_a_killed_driver_leaves_is_removed_by_the_next_start(
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with (short_path / "output").open("wb") as output:
         driver = subprocess.Popen(
-            [sys.executable, "-u", str(DRIVER), "interrupt", "left"], stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, "-u", str(DRIVER), "interrupt", "left"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
     try:
         wait_until(lambda: b"READY" in (short_path / "output").read_bytes(), timeout_s=100)

@@ -1,4 +1,5 @@
-"""A call that does not end is reported with the stacks of all ranks, and what does not answer is killed."""
+"""A call that does not end is reported with the stacks of all ranks, and what does not answer is
+killed."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class Stalled:
         self.role: RoleProxy = cluster.groups["pool"].add_role("critic", Stuck)
         self.lines: list[str] = []
         self.stacks = folder / "stalls" / "step_3-pool.txt"
-        keys = load_config([], [f"trainer.stall_timeout_s={LIMIT_S}", f"trainer.on_stall={on_stall}"]).config.trainer
+        keys = load_config(
+            [], [f"trainer.stall_timeout_s={LIMIT_S}", f"trainer.on_stall={on_stall}"]
+        ).config.trainer
         cluster.start_watchdog(keys, folder, self.lines.append).begin("step 3")
         assert self.role.meet().get() == [0, 1]  # the limit holds from the second call on
 
@@ -64,7 +67,9 @@ def stalled(request: Any, tmp_path: Path) -> Iterator[Stalled]:
 
 
 @pytest.mark.parametrize("stalled", ["report"], indirect=True)
-def test_a_rank_that_sleeps_is_told_from_those_that_wait_for_it_and_is_not_killed(stalled: Stalled) -> None:
+def test_a_rank_that_sleeps_is_told_from_those_that_wait_for_it_and_is_not_killed(
+    stalled: Stalled,
+) -> None:
     call, line = stalled.line_about("sleep")
     who = re.escape(str(stalled.processes[1]))
     pattern = rf"stall: {who} does not return: critic.meet of step 3 has not ended for \d+ s; stacks of all ranks: "
@@ -82,19 +87,27 @@ def test_a_rank_that_sleeps_is_told_from_those_that_wait_for_it_and_is_not_kille
 def test_a_rank_that_holds_the_gil_is_killed_after_its_stacks_are_written(stalled: Stalled) -> None:
     call, line = stalled.line_about("spin")
     assert line.startswith(f"stall: {stalled.processes[1]} does not answer: critic.meet of step 3")
-    assert line.endswith("; trainer.on_stall=restart kills processes that are stopped or do not answer")
+    assert line.endswith(
+        "; trainer.on_stall=restart kills processes that are stopped or do not answer"
+    )
     assert "in spin_with_the_gil" in stalled.stacks.read_text()
-    with pytest.raises(WorkerError, match=re.escape(f"{stalled.processes[1]} died during critic.meet")):
+    with pytest.raises(
+        WorkerError, match=re.escape(f"{stalled.processes[1]} died during critic.meet")
+    ):
         call.get(timeout_s=20)
 
 
 @pytest.mark.parametrize("stalled", ["restart", "abort"], indirect=True)
-def test_a_stopped_rank_is_named_as_stopped_and_killed(stalled: Stalled, request: pytest.FixtureRequest) -> None:
+def test_a_stopped_rank_is_named_as_stopped_and_killed(
+    stalled: Stalled, request: pytest.FixtureRequest
+) -> None:
     call, line = stalled.line_about("stop")
     assert line.startswith(f"stall: {stalled.processes[1]} is stopped: critic.meet of step 3")
     with pytest.raises(WorkerError) as caught:
         call.get(timeout_s=20)
-    expected = line if "abort" in request.node.name else f"{stalled.processes[1]} died during critic.meet"
+    expected = (
+        line if "abort" in request.node.name else f"{stalled.processes[1]} died during critic.meet"
+    )
     assert str(caught.value).startswith(expected)
     assert (caught.value.pool, caught.value.rank, caught.value.role) == ("pool", 1, "critic")
     wait_until(lambda: not is_running(stalled.processes[1].pid), timeout_s=10)

@@ -1,4 +1,5 @@
-"""The lines with which programs for verl make worker groups run unchanged, except for their imports."""
+"""The lines with which programs for verl make worker groups run unchanged, except for their
+imports."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ import torch
 from tensordict import TensorDict
 
 from rolepool import DataProto, DataProtoFuture, Dispatch, ResourcePool, Worker, register
-from rolepool.cluster import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, create_colocated_worker_cls
+from rolepool.cluster import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
 from rolepool.errors import DataError, WorkerError
 from rolepool.protocol import make_nd_compute_dataproto_dispatch_fn, ragged
 
@@ -39,7 +45,9 @@ class Scorer(Worker):
         data.batch["score"] = data.batch["x"] + self.bias + 100 * self.rank
         return data
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="scorer"), blocking=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="scorer"), blocking=False
+    )
     async def score_rows(self, data: TensorDict) -> TensorDict:
         self.num_rows = len(data)
         data["score"] = data["x"] + self.bias + 100 * self.rank
@@ -70,17 +78,25 @@ def scorer(pool: RayResourcePool) -> RayWorkerGroup:
 
 
 @pytest.mark.parametrize("num_rows", [4, 5, 1])
-def test_a_group_of_a_pool_and_a_class_splits_batches_over_its_ranks(scorer: RayWorkerGroup, num_rows: int) -> None:
+def test_a_group_of_a_pool_and_a_class_splits_batches_over_its_ranks(
+    scorer: RayWorkerGroup, num_rows: int
+) -> None:
     size = -(-num_rows // 2)
-    result = scorer.score(DataProto.from_dict({"x": torch.arange(float(num_rows))}, {"name": ["a"] * num_rows}))
-    assert result.batch["score"].tolist() == [row + 0.5 + 100 * (row // size) for row in range(num_rows)]
+    result = scorer.score(
+        DataProto.from_dict({"x": torch.arange(float(num_rows))}, {"name": ["a"] * num_rows})
+    )
+    assert result.batch["score"].tolist() == [
+        row + 0.5 + 100 * (row // size) for row in range(num_rows)
+    ]
     assert result.non_tensor_batch["name"].tolist() == ["a"] * num_rows
     assert scorer.world_size == 2
     assert [role for role, _, _ in scorer.about()] == ["judge"] * 2
 
 
 @pytest.mark.parametrize("num_rows", [4, 5, 1])
-def test_a_tensordict_is_split_and_a_tensordict_comes_back(scorer: RayWorkerGroup, num_rows: int) -> None:
+def test_a_tensordict_is_split_and_a_tensordict_comes_back(
+    scorer: RayWorkerGroup, num_rows: int
+) -> None:
     lengths, size = torch.arange(num_rows) % 3, -(-num_rows // 2)
     tokens = ragged(torch.repeat_interleave(torch.arange(num_rows), lengths), lengths)
     names = [f"row {row}" for row in range(num_rows)]
@@ -94,11 +110,17 @@ def test_a_tensordict_is_split_and_a_tensordict_comes_back(scorer: RayWorkerGrou
     assert [num for _, num, _ in scorer.about()] == [size, size]
     assert result.batch_size == torch.Size([num_rows])
     assert result["score"].tolist() == [row + 0.5 + 100 * (row // size) for row in range(num_rows)]
-    assert [row.tolist() for row in result["tokens"].unbind()] == [[row] * (row % 3) for row in range(num_rows)]
+    assert [row.tolist() for row in result["tokens"].unbind()] == [
+        [row] * (row % 3) for row in range(num_rows)
+    ]
     assert (result["name"], result["temperature"]) == (names, 0.7)
-    assert set(result.keys()) == {"x", "tokens", "name", "temperature", "score"}, "and nothing that marks padding"
+    assert set(result.keys()) == {"x", "tokens", "name", "temperature", "score"}, (
+        "and nothing that marks padding"
+    )
     again = scorer.unchanged(future)
-    assert isinstance(again, TensorDict) and again["score"].tolist() == result["score"].tolist(), "also as a future"
+    assert isinstance(again, TensorDict) and again["score"].tolist() == result["score"].tolist(), (
+        "also as a future"
+    )
 
 
 def test_an_array_inside_itself_is_sent_and_returned(scorer: RayWorkerGroup) -> None:
@@ -109,22 +131,33 @@ def test_an_array_inside_itself_is_sent_and_returned(scorer: RayWorkerGroup) -> 
     assert returned.non_tensor_batch["loop"][0][1] == "b"
 
 
-def test_classes_of_one_group_share_the_processes_of_a_pool_of_their_own(scorer: RayWorkerGroup) -> None:
-    classes = {name: RayClassWithInitArgs(Scorer, {"bias": bias}) for name, bias in (("actor", 1.0), ("critic", 2.0))}
+def test_classes_of_one_group_share_the_processes_of_a_pool_of_their_own(
+    scorer: RayWorkerGroup,
+) -> None:
+    classes = {
+        name: RayClassWithInitArgs(Scorer, {"bias": bias})
+        for name, bias in (("actor", 1.0), ("critic", 2.0))
+    }
     pool = RayResourcePool(process_on_nodes=[2], use_gpu=False, name_prefix="second")
-    group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=create_colocated_worker_cls(class_dict=classes))
+    group = RayWorkerGroup(
+        resource_pool=pool, ray_cls_with_init=create_colocated_worker_cls(class_dict=classes)
+    )
     groups = group.spawn(prefix_set=classes.keys())
 
     for name, bias in (("actor", 1.0), ("critic", 2.0)):
         groups[name].init_model()
-        assert groups[name].score(DataProto.from_dict({"x": torch.zeros(2)})).batch["score"].tolist() == [
+        assert groups[name].score(DataProto.from_dict({"x": torch.zeros(2)})).batch[
+            "score"
+        ].tolist() == [
             bias,
             bias + 100,
         ]
     pids = [[pid for *_, pid in one.about()] for one in (groups["actor"], groups["critic"], scorer)]
     assert pids[0] == pids[1]
     assert set(pids[0]).isdisjoint(pids[2])
-    with pytest.raises(AttributeError, match=r"score: the group has the classes \['actor', 'critic'\]; call spawn"):
+    with pytest.raises(
+        AttributeError, match=r"score: the group has the classes \['actor', 'critic'\]; call spawn"
+    ):
         group.score(DataProto.from_dict({"x": torch.zeros(2)}))
 
 
@@ -133,13 +166,16 @@ def test_a_mesh_that_the_group_does_not_have_is_refused_with_what_to_write(
 ) -> None:
     again = RayClassWithInitArgs(Scorer, {"bias": 0.0})
     with pytest.raises(
-        WorkerError, match=r"mesh 'scorer': .* is \(1, True\), but here it is \(0, False\); set tensor_"
+        WorkerError,
+        match=r"mesh 'scorer': .* is \(1, True\), but here it is \(0, False\); set tensor_",
     ):
         RayWorkerGroup(pool, again, tensor_parallel=2)
 
 
 def test_a_pool_of_a_plan_is_refused_with_what_to_write() -> None:
-    with pytest.raises(DataError, match=r"resource_pool is a ResourcePool; write RayResourcePool\(\[2\]\)"):
+    with pytest.raises(
+        DataError, match=r"resource_pool is a ResourcePool; write RayResourcePool\(\[2\]\)"
+    ):
         RayWorkerGroup(ResourcePool((2,)), RayClassWithInitArgs(Scorer, {}))  # type: ignore[arg-type]
 
 
@@ -150,5 +186,7 @@ def test_the_program_of_the_page_runs(root: Path, tmp_path: Path) -> None:
     assert program is not None
     (tmp_path / "verl_worker.py").write_text(program[1], encoding="utf-8")
     command = [sys.executable, "verl_worker.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    )
     assert ended.stdout.splitlines()[-1] == "tensor([2., 2., 2., 3., 3.])", ended.stderr

@@ -1,4 +1,5 @@
-"""Batches in Ray's shared memory: read there without a copy, written to in private, freed when nobody holds them."""
+"""Batches in Ray's shared memory: read there without a copy, written to in private, freed when
+nobody holds them."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class Reader:
     def overwrite(self) -> int:
         """Write to every tensor and numeric array that was received; returns how many."""
         tensors = [t.values() if t.is_nested else t for t in self.kept.batch.values()]
-        tensors += [value for value in self.kept.meta_info.values() if isinstance(value, torch.Tensor)]
+        tensors += [
+            value for value in self.kept.meta_info.values() if isinstance(value, torch.Tensor)
+        ]
         tensors += [row["pixels"] for row in self.kept.non_tensor_batch["images"]]
         arrays = [array for array in self.kept.non_tensor_batch.values() if array.dtype != object]
         for tensor in tensors:
@@ -76,7 +79,11 @@ def plasma_mappings() -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray() -> Iterator[None]:
-    environment = {"PYTHONPATH": os.pathsep.join(IMPORT_PATHS), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {
+        "PYTHONPATH": os.pathsep.join(IMPORT_PATHS),
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
     ray.init(
         address="local",
         num_cpus=2,
@@ -104,16 +111,25 @@ def rich_batch() -> DataProto:
             "int64": torch.arange(64 * 4000).reshape(64, 4000),
             "bf16": torch.arange(64 * 10_000).reshape(64, 10_000).to(torch.bfloat16) + 2,
             "bool": torch.zeros(64, 20_000, dtype=torch.bool),
-            "jagged": torch.nested.nested_tensor_from_jagged(torch.zeros(int(offsets[-1])), offsets),
+            "jagged": torch.nested.nested_tensor_from_jagged(
+                torch.zeros(int(offsets[-1])), offsets
+            ),
             "small": torch.zeros(64),
             "no columns": torch.zeros(64, 0),
         },
         {
-            "images": [{"pixels": torch.full((200, 100), float(i)), "name": f"image {i}"} for i in range(64)],
+            "images": [
+                {"pixels": torch.full((200, 100), float(i)), "name": f"image {i}"}
+                for i in range(64)
+            ],
             "text": [f"row {i}" for i in range(64)],
             "scores": np.zeros((64, 500)),
         },
-        {"step": 3, "baseline": torch.zeros(400_000), "scalar": torch.tensor(2.0, dtype=torch.bfloat16)},
+        {
+            "step": 3,
+            "baseline": torch.zeros(400_000),
+            "scalar": torch.tensor(2.0, dtype=torch.bfloat16),
+        },
     )
 
 
@@ -136,11 +152,15 @@ def test_a_write_to_every_received_tensor_is_seen_by_nobody_else(readers: tuple[
     in_driver.batch["int64"].zero_()
     in_driver.non_tensor_batch["scores"][:] = 5
     ray.get(second.keep.remote(reference))
-    assert same_value(parts_of(ray.get(second.get.remote())), expected), "after a write by the driver"
+    assert same_value(parts_of(ray.get(second.get.remote())), expected), (
+        "after a write by the driver"
+    )
     assert ray.get(first.get.remote()).batch["int64"].eq(1).all(), "the writer keeps what it wrote"
 
 
-def test_a_write_to_results_of_one_worker_does_not_reach_the_store_either(readers: tuple[Any, Any]) -> None:
+def test_a_write_to_results_of_one_worker_does_not_reach_the_store_either(
+    readers: tuple[Any, Any],
+) -> None:
     first, _ = readers
     ray.get(first.keep.remote(ray.put(rich_batch())))
     result = first.get.remote()
@@ -152,7 +172,12 @@ def test_a_write_to_results_of_one_worker_does_not_reach_the_store_either(reader
 
 @pytest.mark.parametrize(
     "data",
-    [rich_batch()[:0], DataProto(), DataProto.from_dict(non_tensors={"n": ["a", None]}), rich_batch()[3:5]],
+    [
+        rich_batch()[:0],
+        DataProto(),
+        DataProto.from_dict(non_tensors={"n": ["a", None]}),
+        rich_batch()[3:5],
+    ],
     ids=["no rows", "nothing", "objects only", "two rows"],
 )
 def test_small_and_empty_batches_survive(readers: tuple[Any, Any], data: DataProto) -> None:
@@ -182,15 +207,20 @@ def test_reading_a_large_tensor_takes_no_memory_and_writing_takes_only_the_pages
     growth = ray.get(first.unique_bytes.remote()) - before
     assert growth < 8 * MIB, f"reading 256 MiB made the worker grow by {growth / MIB:.1f} MiB"
 
-    ray.get(first.overwrite_row.remote("x", 5))  # 2 MiB, of which other memory that is freed meanwhile takes a little
+    ray.get(
+        first.overwrite_row.remote("x", 5)
+    )  # 2 MiB, of which other memory that is freed meanwhile takes a little
     growth = ray.get(first.unique_bytes.remote()) - before
-    assert 1.5 * MIB <= growth < 10 * MIB, f"writing 2 MiB made the worker grow by {growth / MIB:.1f} MiB"
+    assert 1.5 * MIB <= growth < 10 * MIB, (
+        f"writing 2 MiB made the worker grow by {growth / MIB:.1f} MiB"
+    )
     assert ray.get(second.sum_of.remote("x")) == expected
     ray.get([reader.drop.remote() for reader in readers])
 
 
 def test_an_object_lives_as_long_as_a_tensor_on_it_and_no_longer(readers: tuple[Any, Any]) -> None:
-    """The store holds 768 MiB: twenty times 128 MiB pass through it only if all are freed, the kept one excepted."""
+    """The store holds 768 MiB: twenty times 128 MiB pass through it only if all are freed, the kept
+    one excepted."""
     first, _ = readers
     idle_mappings, idle_descriptors = ray.get(first.drop.remote())
     kept = ray.put(DataProto.from_dict({"x": torch.full((16, MIB), 7)}))  # 128 MiB
@@ -216,7 +246,9 @@ def test_an_object_lives_as_long_as_a_tensor_on_it_and_no_longer(readers: tuple[
     wait_until(lambda: used_bytes() < 128 * MIB)
 
 
-def test_any_value_can_be_sent_encoded_and_is_private_when_decoded(readers: tuple[Any, Any]) -> None:
+def test_any_value_can_be_sent_encoded_and_is_private_when_decoded(
+    readers: tuple[Any, Any],
+) -> None:
     weights = {"layer": [torch.zeros(400_000), torch.zeros(3)]}
     reference = ray.put(encode(weights))
     first, second = ray.get(reference).decode(), ray.get(reference).decode()
@@ -229,7 +261,9 @@ def test_without_the_capability_to_open_its_own_mappings_a_process_goes_through_
     readers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = encoding._places_of
-    monkeypatch.setattr(encoding, "_places_of", lambda mapping: (p for p in places(mapping) if "map_files" not in p))
+    monkeypatch.setattr(
+        encoding, "_places_of", lambda mapping: (p for p in places(mapping) if "map_files" not in p)
+    )
     encoding._path_of.cache_clear()
     reference = ray.put(DataProto.from_dict({"x": torch.zeros(MIB)}))
     mappings = plasma_mappings()

@@ -20,7 +20,11 @@ DEVICE = "cuda"
 
 @pytest.fixture(scope="module")
 def one_ray() -> Any:
-    options: dict[str, Any] = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
+    options: dict[str, Any] = {
+        "include_dashboard": False,
+        "logging_level": "ERROR",
+        "log_to_driver": False,
+    }
     ray.init(address="local", num_cpus=8, num_gpus=int(DEVICE == "cuda"), **options)
     yield
     ray.shutdown()
@@ -48,5 +52,7 @@ def trained_rows(demo: Demo, folder: Path, *overrides: str) -> list[dict[str, An
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 def test_the_parity_check_passes_in_16_bits(engine: str, demo: Demo, tmp_path: Path) -> None:
     rows = trained_rows(demo, tmp_path, f"actor_rollout_ref.rollout.name={engine}")
-    print(f"{engine}: probabilities differ by {rows[-1]['training/rollout_probs_diff_mean']:.1e} (mean)")
+    print(
+        f"{engine}: probabilities differ by {rows[-1]['training/rollout_probs_diff_mean']:.1e} (mean)"
+    )
     assert len(rows) == 2 and all(row["actor/updates"] == 2 for row in rows)

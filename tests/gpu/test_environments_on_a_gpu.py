@@ -1,4 +1,5 @@
-"""Several turns on a real GPU: sessions with CUDA graphs, and runs with the parity check in 16 bits."""
+"""Several turns on a real GPU: sessions with CUDA graphs, and runs with the parity check in 16
+bits."""
 
 from __future__ import annotations
 
@@ -20,14 +21,18 @@ pytestmark = pytest.mark.gpu
 
 def assert_nearly_all_equal(got: list[Completion], expected: list[Completion]) -> None:
     """In float32 matrix products of other shapes may round a tie the other way, rarely."""
-    num_equal = sum(one == other for one, other in zip(token_ids(got), token_ids(expected), strict=True))
+    num_equal = sum(
+        one == other for one, other in zip(token_ids(got), token_ids(expected), strict=True)
+    )
     print(f"{num_equal} of {len(got)} completions have the same tokens")
     assert num_equal >= 0.97 * len(got)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("max_num_seqs", [3, 48])
-def test_turns_that_join_a_session_say_what_one_call_says(sampling: Sampling, max_num_seqs: int) -> None:
+def test_turns_that_join_a_session_say_what_one_call_says(
+    sampling: Sampling, max_num_seqs: int
+) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     model, engine = make_model(), make_engine(make_model(), max_num_seqs=max_num_seqs)
     for _ in range(2):  # the second session replays graphs that the first one has captured
@@ -56,6 +61,8 @@ def test_conversations_with_a_tool_are_trained(placement: str, demo: Demo, tmp_p
     words += [f"{turns}.format={module}:parse_question", f"environment.name={module}:Lookup"]
     words += f"placement.strategy={placement}".split()
     rows = trained_rows(demo, tmp_path, *words)
-    assert len(rows) == 2 and all(row["num_turns/mean"] >= 1 and row["num_tool_errors/max"] == 0 for row in rows)
+    assert len(rows) == 2 and all(
+        row["num_turns/mean"] >= 1 and row["num_tool_errors/max"] == 0 for row in rows
+    )
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     assert max(row["num_tool_calls/max"] for row in rows) >= 1

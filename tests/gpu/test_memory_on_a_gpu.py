@@ -1,4 +1,5 @@
-"""Memory of roles on a real GPU: what is free, what a share allows, what is offloaded, and passes that fit."""
+"""Memory of roles on a real GPU: what is free, what a share allows, what is offloaded, and passes
+that fit."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def small_share() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -55,10 +58,14 @@ def batch(num_rows: int = ROWS, width: int = WIDTH) -> DataProto:
     half = torch.full((num_rows,), width // 2)
     names = ("old_log_probs", "advantages", "values", "returns")
     floats = {key: ragged(torch.randn(int(half.sum())), half) for key in names}
-    return DataProto.from_dict({"input_ids": ragged(ids, 2 * half), "num_prompt_tokens": half, **floats})
+    return DataProto.from_dict(
+        {"input_ids": ragged(ids, 2 * half), "num_prompt_tokens": half, **floats}
+    )
 
 
-def test_what_is_free_is_bounded_by_the_share_and_asking_for_more_is_out_of_memory(small_share: None) -> None:
+def test_what_is_free_is_bounded_by_the_share_and_asking_for_more_is_out_of_memory(
+    small_share: None,
+) -> None:
     _, total = torch.cuda.mem_get_info()
     assert 0 < free_bytes("cuda") <= SHARE * total
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -70,7 +77,9 @@ def test_what_is_free_is_bounded_by_the_share_and_asking_for_more_is_out_of_memo
     assert before - free_bytes("cuda") == pytest.approx(held.nbytes, rel=0.1)
 
 
-def test_offloaded_models_leave_the_gpu_between_uses_and_train_the_same(one_rank: None, tmp_path: Path) -> None:
+def test_offloaded_models_leave_the_gpu_between_uses_and_train_the_same(
+    one_rank: None, tmp_path: Path
+) -> None:
     model = make_demo(tmp_path / "demo").model
 
     def run(offload: str) -> tuple[float, torch.Tensor, int]:
@@ -114,7 +123,9 @@ SEQUENCES, LENGTH, PASS_TOKENS = 64, 512, 8192
 def four_layers(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Layers and vocabulary of the 0.5B shape, in a model that is made in seconds."""
     folder = tmp_path_factory.mktemp("model")
-    content = json.loads((root / "recipes/shapes/qwen2.5-0.5b/config.json").read_text(encoding="utf-8"))
+    content = json.loads(
+        (root / "recipes/shapes/qwen2.5-0.5b/config.json").read_text(encoding="utf-8")
+    )
     with torch.device("cuda"):
         shape = AutoConfig.for_model(**{**content, "num_hidden_layers": 4})
         AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(folder)
@@ -164,12 +175,18 @@ def work_of(role: Role, config: Config) -> Callable[[], object]:
         reward_model = RewardModel(config, Setup())
         return lambda: reward_model.compute_scores(data)
     rollout, ids = Rollout(config, Setup()), data.to_padded().batch["prompts"].tolist()
-    columns = {"raw_prompt_ids": ids, "uid": list(range(SEQUENCES)), "sample_index": [0] * SEQUENCES}
+    columns = {
+        "raw_prompt_ids": ids,
+        "uid": list(range(SEQUENCES)),
+        "sample_index": [0] * SEQUENCES,
+    }
     prompts = DataProto.from_dict(non_tensors=columns)
     return lambda: rollout.generate_sequences(prompts)
 
 
-@pytest.mark.parametrize("role", [Role.Actor, Role.Critic, Role.RefPolicy, Role.Rollout, Role.RewardModel])
+@pytest.mark.parametrize(
+    "role", [Role.Actor, Role.Critic, Role.RefPolicy, Role.Rollout, Role.RewardModel]
+)
 def test_a_role_takes_what_the_plan_says(one_rank: None, four_layers: Config, role: Role) -> None:
     (pool,) = estimate_memory(four_layers, build_plan(four_layers), None).pools.values()
     gc.collect()

@@ -1,4 +1,5 @@
-"""Real CUDA MPS: two processes with half a GPU each are clients of one server, and nothing is left after them."""
+"""Real CUDA MPS: two processes with half a GPU each are clients of one server, and nothing is left
+after them."""
 
 from __future__ import annotations
 
@@ -40,8 +41,15 @@ class Multiplier(Worker):
         for _ in range(NUM_PRODUCTS):
             matrix = matrix @ matrix
         torch.cuda.synchronize()
-        variables = {name: value for name, value in os.environ.items() if name.startswith("CUDA_MPS_")}
-        return {"pid": os.getpid(), "trace": matrix.trace().item(), "device": str(self.device), "variables": variables}
+        variables = {
+            name: value for name, value in os.environ.items() if name.startswith("CUDA_MPS_")
+        }
+        return {
+            "pid": os.getpid(),
+            "trace": matrix.trace().item(),
+            "device": str(self.device),
+            "variables": variables,
+        }
 
 
 def ask(variables: dict[str, str], command: str) -> list[int]:
@@ -65,7 +73,9 @@ def seconds_until(condition: Callable[[], bool]) -> float:
     return time.monotonic() - begin
 
 
-def test_two_halves_of_a_gpu_are_clients_of_one_server_that_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_halves_of_a_gpu_are_clients_of_one_server_that_ends_with_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     paths = [str(HERE.parents[1] / "src"), str(HERE), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     pools = {name: {"per_node": [1], "share": 0.5} for name in ("left", "right")}

@@ -1,4 +1,5 @@
-"""A process on a GPU dies, and a run on a GPU moves: training goes on, and the metrics stay the same."""
+"""A process on a GPU dies, and a run on a GPU moves: training goes on, and the metrics stay the
+same."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.gpu
 chaos, moves = load_benchmark("chaos"), load_benchmark("moves")
 COMPARED = ("critic/score/mean", "critic/vf_loss", "actor/entropy", "actor/grad_norm")
 TOLERANCE = 2e-3
-"""Relative difference that sums in another order on the GPU may have grown to after a few updates."""
+"""Relative difference that sums in another order on the GPU may have grown to after a few
+updates."""
 ONE_POOL = "placement.strategy=standard"
 TWO_POOLS = "placement.strategy=split placement.split.share=0.5"
 
@@ -39,7 +41,11 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(autouse=True, scope="module")
 def one_ray() -> Any:
     """One Ray for all runs, because starting it takes longer than they do."""
-    options: dict[str, Any] = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
+    options: dict[str, Any] = {
+        "include_dashboard": False,
+        "logging_level": "ERROR",
+        "log_to_driver": False,
+    }
     ray.init(address="local", num_cpus=8, num_gpus=1, **options)
     yield
     ray.shutdown()
@@ -52,28 +58,43 @@ def differences(found: dict[int, Any], expected: dict[int, Any]) -> list[str]:
     wrong = [
         (step, name)
         for step, name in compared
-        if abs(found[step][name] - expected[step][name]) > TOLERANCE * max(abs(expected[step][name]), 0.1)
+        if abs(found[step][name] - expected[step][name])
+        > TOLERANCE * max(abs(expected[step][name]), 0.1)
     ]
-    return [f"step {step} {name}: {found[step][name]} is not {expected[step][name]}" for step, name in wrong]
+    return [
+        f"step {step} {name}: {found[step][name]} is not {expected[step][name]}"
+        for step, name in wrong
+    ]
 
 
 @pytest.mark.parametrize("phase", ["update", "snapshot"])
-def test_training_goes_on_from_a_snapshot_of_the_gpu(phase: str, keys: list[str], tmp_path: Path) -> None:
+def test_training_goes_on_from_a_snapshot_of_the_gpu(
+    phase: str, keys: list[str], tmp_path: Path
+) -> None:
     words = [*keys, *TWO_POOLS.split(), "trainer.total_training_steps=4"]
     chaos.run(tmp_path / "undisturbed", words)
     outcome = chaos.run(tmp_path / "run", words, f"critic:{phase}")
     print(f"{phase}: {outcome.seconds:.1f} s from the kill to the next row")
     (restart,) = outcome.restarts
     assert restart["pools"] == ["critic_pool"]
-    assert not differences(read_run(tmp_path / "run").metrics, read_run(tmp_path / "undisturbed").metrics)
+    assert not differences(
+        read_run(tmp_path / "run").metrics, read_run(tmp_path / "undisturbed").metrics
+    )
 
 
-def test_a_run_moves_between_one_pool_and_two_that_share_the_gpu(keys: list[str], tmp_path: Path) -> None:
+def test_a_run_moves_between_one_pool_and_two_that_share_the_gpu(
+    keys: list[str], tmp_path: Path
+) -> None:
     words = [*keys, ONE_POOL, "trainer.total_epochs=1000"]
-    moving = moves.run(tmp_path / "moving", words, [TWO_POOLS, ONE_POOL], 3, waits=True, dtype=torch.float32)
+    moving = moves.run(
+        tmp_path / "moving", words, [TWO_POOLS, ONE_POOL], 3, waits=True, dtype=torch.float32
+    )
     last = f"trainer.total_training_steps={max(moving)}"
     still = moves.run(tmp_path / "still", [*words, last], every=max(moving), dtype=torch.float32)
-    rows = [json.loads(line) for line in (tmp_path / "moving" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "moving" / "metrics.jsonl").read_text().splitlines()
+    ]
     for move in (row["move"] for row in rows if "move" in row):
         print(f"move after step {move['after_step']}: {move['seconds']:.2f} s")
     assert [len(planned.plan.pools) for planned in read_run(tmp_path / "moving").plans] == [1, 2, 1]

@@ -1,4 +1,5 @@
-"""Rollout on a real GPU: kernels against plain torch, and graphs that say what eager steps and `generate` say."""
+"""Rollout on a real GPU: kernels against plain torch, and graphs that say what eager steps and
+`generate` say."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from engine_contract import check_weight_updates, forward_log_probs, largest_difference
 from rolepool.rollout import NativeEngine, Request, Sampling, sample_seed
@@ -39,7 +47,13 @@ MODELS: dict[str, Any] = {
     "mistral, window": (MistralForCausalLM, MistralConfig, {"sliding_window": 19}),
 }
 GREEDY = Sampling(
-    temperature=1.0, top_p=1.0, top_k=-1, do_sample=False, max_new_tokens=24, ignore_eos=True, stop_token_ids=()
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    do_sample=False,
+    max_new_tokens=24,
+    ignore_eos=True,
+    stop_token_ids=(),
 )
 SAMPLED = dataclasses.replace(GREEDY, do_sample=True)
 
@@ -85,7 +99,9 @@ def generated_by_transformers(model: Any, request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("group", [1, 2, 6, 7])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)], ids=str
+)
 @pytest.mark.parametrize("window", [None, 70])
 def test_attention_is_that_of_torch_on_rows_of_any_length(
     group: int, dtype: torch.dtype, tolerance: float, window: int | None
@@ -96,7 +112,9 @@ def test_attention_is_that_of_torch_on_rows_of_any_length(
     worst = 0.0
     for num_rows, head_dim in ((1, 64), (9, 128), (300, 64)):
         num_slots, length, kv_heads = num_rows + 3, 700, 2
-        keys, values = torch.randn(2, 2, num_slots, kv_heads, length, head_dim, device="cuda").to(dtype)
+        keys, values = torch.randn(2, 2, num_slots, kv_heads, length, head_dim, device="cuda").to(
+            dtype
+        )
         place = torch.tensor([keys.data_ptr(), values.data_ptr(), num_slots, length], device="cuda")
         positions = torch.randint(0, length, (num_rows,), device="cuda")
         positions[-1] = length - 1
@@ -104,7 +122,9 @@ def test_attention_is_that_of_torch_on_rows_of_any_length(
         queries = torch.randn(num_rows, (group + 2) * kv_heads, head_dim, device="cuda").to(dtype)
         queries = queries[:, : group * kv_heads]
         seen_tokens = UNLIMITED if window is None else window
-        got = kernels.attend(queries, kv_heads, (positions, slots, place, 1), seen_tokens, head_dim**-0.5)
+        got = kernels.attend(
+            queries, kv_heads, (positions, slots, place, 1), seen_tokens, head_dim**-0.5
+        )
         seen = torch.arange(length, device="cuda")
         visible = seen <= positions[:, None]
         if window is not None:
@@ -136,7 +156,13 @@ def test_a_row_that_is_nobodys_reads_and_writes_nothing() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"temperature": 0.7}, {"top_k": 20}, {"top_p": 0.9, "temperature": 1.5}, {"top_k": 50, "top_p": 0.7}],
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 20},
+        {"top_p": 0.9, "temperature": 1.5},
+        {"top_k": 50, "top_p": 0.7},
+    ],
     ids=str,
 )
 def test_draws_follow_the_distribution_and_carry_its_log_probs(settings: dict[str, Any]) -> None:
@@ -150,7 +176,9 @@ def test_draws_follow_the_distribution_and_carry_its_log_probs(settings: dict[st
     worst = 0.0
     for step in range(num_steps):
         steps = torch.full((num_seeds,), step, device="cuda")
-        drawn, log_probs = choose(logits.expand(num_seeds, -1).contiguous(), streams, steps, sampling)
+        drawn, log_probs = choose(
+            logits.expand(num_seeds, -1).contiguous(), streams, steps, sampling
+        )
         counts += torch.bincount(drawn, minlength=6000)
         is_inside = reference[drawn].isfinite()
         worst = max(worst, float((log_probs - reference[drawn])[is_inside].abs().max()))
@@ -163,7 +191,9 @@ def test_draws_follow_the_distribution_and_carry_its_log_probs(settings: dict[st
     seen = torch.cat((counts[large], counts[~large].sum()[None]))
     seen, cells = seen[cells > 0], cells[cells > 0]
     chi_square, freedom = float(((seen - cells) ** 2 / cells).sum()), len(cells) - 1
-    print(f"{settings}: chi-square {chi_square:.0f} of {freedom} degrees of freedom, {num_outside} draws outside")
+    print(
+        f"{settings}: chi-square {chi_square:.0f} of {freedom} degrees of freedom, {num_outside} draws outside"
+    )
     print(f"log-probs within {worst:.1e}")
     assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
     assert worst < 1e-3
@@ -174,9 +204,20 @@ def test_a_draw_depends_on_its_own_row_only() -> None:
     logits, streams = torch.randn(64, 6000, device="cuda"), seed_streams(list(range(64))).cuda()
     steps = torch.arange(64, device="cuda")
     together = choose(logits, streams, steps, SAMPLED)[0].tolist()
-    alone = [choose(logits[i : i + 1], streams[i : i + 1], steps[i : i + 1], SAMPLED)[0].item() for i in range(64)]
+    alone = [
+        choose(logits[i : i + 1], streams[i : i + 1], steps[i : i + 1], SAMPLED)[0].item()
+        for i in range(64)
+    ]
     assert together == alone
-    assert len({choose(logits[:1], streams[:1], steps[i : i + 1], SAMPLED)[0].item() for i in range(64)}) > 30
+    assert (
+        len(
+            {
+                choose(logits[:1], streams[:1], steps[i : i + 1], SAMPLED)[0].item()
+                for i in range(64)
+            }
+        )
+        > 30
+    )
 
 
 # The engine
@@ -189,8 +230,12 @@ def test_greedy_decoding_equals_transformers_in_full_precision(name: str) -> Non
     reference = make_model(name)
     completions = make_engine(model, max_num_seqs=16).generate(requests, GREEDY)
     expected = [generated_by_transformers(reference, request) for request in requests]
-    num_equal = sum(one == other for one, other in zip(token_ids(completions), expected, strict=True))
-    print(f"{name}: {num_equal} of {len(requests)} responses equal to transformers, token for token")
+    num_equal = sum(
+        one == other for one, other in zip(token_ids(completions), expected, strict=True)
+    )
+    print(
+        f"{name}: {num_equal} of {len(requests)} responses equal to transformers, token for token"
+    )
     assert_same_tokens(reference, requests, GREEDY, token_ids(completions), expected)
 
 
@@ -212,13 +257,17 @@ def test_graphs_say_what_eager_steps_say(dtype: torch.dtype, sampling: Sampling)
 def test_log_probs_are_those_of_a_plain_forward(name: str) -> None:
     model, requests = make_model(name, torch.float32), make_requests(30)
     sampling = dataclasses.replace(SAMPLED, temperature=0.8)
-    worst = largest_difference(model, requests, make_engine(model).generate(requests, sampling), sampling)
+    worst = largest_difference(
+        model, requests, make_engine(model).generate(requests, sampling), sampling
+    )
     print(f"{name}: log-probs within {worst:.1e} of a plain forward")
     assert worst < 1e-3
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_in_16_bits_log_probs_are_as_near_the_exact_ones_as_those_of_a_plain_forward(name: str) -> None:
+def test_in_16_bits_log_probs_are_as_near_the_exact_ones_as_those_of_a_plain_forward(
+    name: str,
+) -> None:
     model, requests = make_model(name, torch.bfloat16), make_requests(30)
     sampling = dataclasses.replace(SAMPLED, temperature=0.8)
     completions = make_engine(model).generate(requests, sampling)
@@ -241,9 +290,12 @@ def test_mixed_lengths_in_a_batch_equal_one_by_one() -> None:
     engine = make_engine(model)
     alone = [engine.generate([request], sampling)[0] for request in requests]
     num_equal = sum(
-        one.token_ids.tolist() == other.token_ids.tolist() for one, other in zip(together, alone, strict=True)
+        one.token_ids.tolist() == other.token_ids.tolist()
+        for one, other in zip(together, alone, strict=True)
     )
-    print(f"{num_equal} of {len(requests)} equal; lengths {sorted(len(one.token_ids) for one in together)}")
+    print(
+        f"{num_equal} of {len(requests)} equal; lengths {sorted(len(one.token_ids) for one in together)}"
+    )
     assert {one.finish_reason for one in together} == {"stop", "length"}
     # In float32 matrix products of other shapes may round a tie the other way, rarely.
     assert num_equal >= len(requests) - 1
@@ -263,7 +315,9 @@ def test_weights_change_under_the_graphs(name: str) -> None:
     engine, requests = make_engine(make_model(name, seed=1)), make_requests(20)
     engine.generate(requests, SAMPLED)
     standing = engine._state
-    worst = check_weight_updates(engine, make_model(name, seed=2), requests, SAMPLED, tolerance=1e-3)
+    worst = check_weight_updates(
+        engine, make_model(name, seed=2), requests, SAMPLED, tolerance=1e-3
+    )
     print(f"{name}: after updates log-probs within {worst:.1e} of the trainer's")
     assert engine._state is standing
 
@@ -278,7 +332,9 @@ def test_graphs_outlive_a_sleep_that_gives_the_cache_back() -> None:
     held = torch.cuda.memory_allocated()
     engine.sleep()
     given_back = held - torch.cuda.memory_allocated()
-    print(f"sleep gave back {given_back / 2**20:.1f} MiB of a cache of {cache_bytes / 2**20:.1f} MiB")
+    print(
+        f"sleep gave back {given_back / 2**20:.1f} MiB of a cache of {cache_bytes / 2**20:.1f} MiB"
+    )
     assert given_back >= 0.99 * cache_bytes
     others = torch.randn(cache_bytes // 4, device="cuda")  # where the cache was
     engine.wake()

@@ -1,4 +1,5 @@
-"""Training and scoring on a real GPU: compiled, packed, bounded logits; against the plain way of doing the same."""
+"""Training and scoring on a real GPU: compiled, packed, bounded logits; against the plain way of
+doing the same."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ BF16_NOISE = 0.05
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -58,12 +61,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(folder: Path) -> DataProto:
-    """Rows of many lengths. The old log-probs are the model's own, so that no ratio is near where it is clipped."""
+    """Rows of many lengths. The old log-probs are the model's own, so that no ratio is near where
+    it is clipped."""
     generator = torch.Generator().manual_seed(1)
-    prompts, responses = (torch.randint(8, size + 1, (ROWS,), generator=generator) for size in (PROMPT, RESPONSE))
+    prompts, responses = (
+        torch.randint(8, size + 1, (ROWS,), generator=generator) for size in (PROMPT, RESPONSE)
+    )
     ids = torch.randint(VOCABULARY, (int((prompts + responses).sum()),), generator=generator)
     floats = {
-        key: torch.randn(int(responses.sum()), generator=generator) for key in ("advantages", "values", "returns")
+        key: torch.randn(int(responses.sum()), generator=generator)
+        for key in ("advantages", "values", "returns")
     }
     rows = DataProto.from_dict(
         {
@@ -101,7 +108,9 @@ def role(kind: type[Any], folder: Path, *words: str) -> Any:
         return kind(config, Setup(2))
 
 
-def gradients_of_update(kind: type[Any], folder: Path, data: DataProto, *words: str) -> dict[str, Tensor]:
+def gradients_of_update(
+    kind: type[Any], folder: Path, data: DataProto, *words: str
+) -> dict[str, Tensor]:
     """The gradients as the optimizer sees them in a first update."""
     made, seen = role(kind, folder, *words), {}
 
@@ -118,13 +127,17 @@ def gradients_of_update(kind: type[Any], folder: Path, data: DataProto, *words: 
 def relative_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Of all gradients as one vector."""
     assert found.keys() == expected.keys()
-    difference = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
+    difference = sum(
+        float((found[name] - expected[name]).double().square().sum()) for name in expected
+    )
     size = sum(float(tensor.double().square().sum()) for tensor in expected.values())
     return float((difference / size) ** 0.5)
 
 
 def naive_model(folder: Path) -> nn.Module:
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
     return model.cuda().train()
 
 
@@ -132,7 +145,9 @@ def naive_log_probs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Padded rows, all logits in fp32."""
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
     logits = model(**inputs, use_cache=False).logits[:, PROMPT - 1 : -1].float()
-    return torch.log_softmax(logits, dim=-1).gather(-1, batch["responses"].unsqueeze(-1)).squeeze(-1)
+    return (
+        torch.log_softmax(logits, dim=-1).gather(-1, batch["responses"].unsqueeze(-1)).squeeze(-1)
+    )
 
 
 def naive_gradients(folder: Path, data: DataProto) -> dict[str, Tensor]:
@@ -153,7 +168,11 @@ def naive_gradients(folder: Path, data: DataProto) -> dict[str, Tensor]:
     )
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def test_gradients_of_an_update_are_those_of_the_plain_way_within_noise_of_16_bits(
@@ -178,14 +197,18 @@ def test_packed_updates_are_padded_updates(
 ) -> None:
     words = [f"actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing}"]
     words.append(f"critic.model.enable_gradient_checkpointing={checkpointing}")
-    padded = gradients_of_update(kind, folder, data, *words, "actor_rollout_ref.model.use_remove_padding=false")
+    padded = gradients_of_update(
+        kind, folder, data, *words, "actor_rollout_ref.model.use_remove_padding=false"
+    )
     packed = gradients_of_update(kind, folder, data, *words)
     difference = relative_difference(packed, padded)
     print(f"\n{kind.__name__}, checkpointing={checkpointing}: relative difference {difference:.4f}")
     assert difference < BF16_NOISE
 
 
-def test_log_probs_before_an_update_are_those_within_it(one_rank: None, folder: Path, data: DataProto) -> None:
+def test_log_probs_before_an_update_are_those_within_it(
+    one_rank: None, folder: Path, data: DataProto
+) -> None:
     actor = role(Actor, folder)
     scored = actor.compute_log_prob(data).batch
     actor.trained.model.train()
@@ -206,9 +229,17 @@ def test_attention_on_the_gpu_is_attention_sequence_by_sequence(window: int | No
     outputs, gradients = [], []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
         inputs = [state.to(device, dtype).detach().requires_grad_() for state in states]
-        where = {"cu_seq_lens_q": starts.to(device), "max_length_q": max(lengths), "sliding_window": window}
+        where = {
+            "cu_seq_lens_q": starts.to(device),
+            "max_length_q": max(lengths),
+            "sliding_window": window,
+        }
         result, _ = packed_attention(nn.Module(), *inputs, None, scaling=0.125, **where)
-        gradients.append(torch.cat([grad.flatten() for grad in torch.autograd.grad(result.square().sum(), inputs)]))
+        gradients.append(
+            torch.cat(
+                [grad.flatten() for grad in torch.autograd.grad(result.square().sum(), inputs)]
+            )
+        )
         outputs.append(result.detach().flatten())
     for expected, found in (outputs, gradients):
         difference = float((found.cpu().double() - expected).norm() / expected.norm())
@@ -220,14 +251,25 @@ def test_compiled_scores_are_the_plain_ones() -> None:
     assert has_compiler()
     torch.manual_seed(0)
     hidden = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = (torch.randn(VOCABULARY, 128, device="cuda", dtype=torch.bfloat16) / 8).requires_grad_()
+    weight = (
+        torch.randn(VOCABULARY, 128, device="cuda", dtype=torch.bfloat16) / 8
+    ).requires_grad_()
     labels = torch.randint(VOCABULARY, (300,), device="cuda")
     found = LinearLogProbs(100 * VOCABULARY, compiled_for_weight)(hidden, weight, labels, 0.8)
     expected = LinearLogProbs(100 * VOCABULARY)(hidden, weight, labels, 0.8)
-    plain = torch.log_softmax((hidden @ weight.T / 0.8).float(), dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    plain = (
+        torch.log_softmax((hidden @ weight.T / 0.8).float(), dim=-1)
+        .gather(-1, labels.unsqueeze(-1))
+        .squeeze(-1)
+    )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found[0], plain, rtol=0.02, atol=0.1)  # its logits are divided in 16 bits
-    grads = [torch.autograd.grad(one[0].sum() + 0.1 * one[1].sum(), (hidden, weight)) for one in (found, expected)]
+    torch.testing.assert_close(
+        found[0], plain, rtol=0.02, atol=0.1
+    )  # its logits are divided in 16 bits
+    grads = [
+        torch.autograd.grad(one[0].sum() + 0.1 * one[1].sum(), (hidden, weight))
+        for one in (found, expected)
+    ]
     for one, other in zip(*grads, strict=True):
         assert float((one - other).float().norm() / other.float().norm()) < 0.01
 

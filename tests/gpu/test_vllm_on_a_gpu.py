@@ -1,5 +1,5 @@
-"""What the vllm engine does on a GPU, up to vLLM's own functions. No machine with a GPU and vLLM is available, so
-a small substitute (tests/gpu/vllm_substitute) takes vLLM's place."""
+"""What the vllm engine does on a GPU, up to vLLM's own functions. No machine with a GPU and vLLM is
+available, so a small substitute (tests/gpu/vllm_substitute) takes vLLM's place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tiny_models import make_model, write_model
 
 pytestmark = pytest.mark.gpu
 
-SAMPLED = Sampling(1.0, 1.0, -1, do_sample=True, max_new_tokens=20, ignore_eos=True, stop_token_ids=())
+SAMPLED = Sampling(
+    1.0, 1.0, -1, do_sample=True, max_new_tokens=20, ignore_eos=True, stop_token_ids=()
+)
 REQUESTS = [Request([3 + index, 5, 7], sample_seed(0, index, 0)) for index in range(6)]
 
 
@@ -32,10 +34,14 @@ def python(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_new_weights_reach_the_other_process_as_handles_of_gpu_memory(tmp_path: Path, python: str, tied: bool) -> None:
+def test_new_weights_reach_the_other_process_as_handles_of_gpu_memory(
+    tmp_path: Path, python: str, tied: bool
+) -> None:
     folder = write_model(tmp_path / "model", "qwen2", tie_word_embeddings=tied)
     arguments = {"model": folder, "dtype": "float32", "enable_sleep_mode": True}
-    engine = VllmEngine(python, arguments, make_model("qwen2", tie_word_embeddings=tied), gpu="cuda")
+    engine = VllmEngine(
+        python, arguments, make_model("qwen2", tie_word_embeddings=tied), gpu="cuda"
+    )
     try:
         for version in (1, 2):
             trained = make_model("qwen2", seed=version, tie_word_embeddings=tied).cuda()

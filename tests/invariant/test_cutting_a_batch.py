@@ -54,22 +54,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ragged_batch() -> DataProto:
     """Rows of many lengths, with what both updates read."""
     generator = torch.Generator().manual_seed(3)
-    num_prompt, num_response = 1 + torch.arange(ROWS) % PROMPT, 1 + torch.arange(ROWS) * 5 % RESPONSE
+    num_prompt, num_response = (
+        1 + torch.arange(ROWS) % PROMPT,
+        1 + torch.arange(ROWS) * 5 % RESPONSE,
+    )
     num_tokens = int((num_prompt + num_response).sum())
     numbers = ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
-    drawn = {key: torch.randn(ROWS, RESPONSE, generator=generator, dtype=torch.float64) for key in numbers}
+    drawn = {
+        key: torch.randn(ROWS, RESPONSE, generator=generator, dtype=torch.float64)
+        for key in numbers
+    }
     for key in ("old_log_probs", "ref_log_prob"):
         drawn[key] = -2 + 0.3 * drawn[key]
     return DataProto.from_dict(
         {
-            "input_ids": ragged(torch.randint(4, 12, (num_tokens,), generator=generator), num_prompt + num_response),
+            "input_ids": ragged(
+                torch.randint(4, 12, (num_tokens,), generator=generator), num_prompt + num_response
+            ),
             "num_prompt_tokens": num_prompt,
             **{key: unpad(column, num_response) for key, column in drawn.items()},
         }
     )
 
 
-def updated(model: Path, overrides: list[str], mode: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def updated(
+    model: Path, overrides: list[str], mode: str
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Metrics of three updates of actor and critic, and the weights after."""
     config = load_config(
         [],
@@ -113,20 +123,31 @@ def updated(model: Path, overrides: list[str], mode: str) -> tuple[list[dict[str
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_losses_gradient_norms_and_weights_do_not_depend_on_how_passes_are_cut(model: Path, mode: str) -> None:
+def test_losses_gradient_norms_and_weights_do_not_depend_on_how_passes_are_cut(
+    model: Path, mode: str
+) -> None:
     assert_same_in_all(model, list(CUTS), mode)
 
 
 @pytest.mark.parametrize("loss", ["gspo", "gpg", "geo_mean", "cispo"])
 def test_other_policy_losses_do_not_depend_on_how_passes_are_cut(model: Path, loss: str) -> None:
     cuts = ["one pass", "padded, passes of two rows"]
-    assert_same_in_all(model, cuts, "token-sum", [f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"])
+    assert_same_in_all(
+        model, cuts, "token-sum", [f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"]
+    )
 
 
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
-def test_losses_that_compare_the_tokens_of_a_micro_batch_make_the_same_choice_again(model: Path, loss: str) -> None:
-    keys = [f"actor_rollout_ref.actor.policy_loss.{key}" for key in (f"loss_mode={loss}", "clip_cov_lb=0.01")]
-    packed, padded = (updated(model, [*keys, *CUTS[cut]], "token-mean")[0] for cut in ("one pass", "padded"))
+def test_losses_that_compare_the_tokens_of_a_micro_batch_make_the_same_choice_again(
+    model: Path, loss: str
+) -> None:
+    keys = [
+        f"actor_rollout_ref.actor.policy_loss.{key}"
+        for key in (f"loss_mode={loss}", "clip_cov_lb=0.01")
+    ]
+    packed, padded = (
+        updated(model, [*keys, *CUTS[cut]], "token-mean")[0] for cut in ("one pass", "padded")
+    )
     for row, other in zip(packed, padded, strict=True):
         assert row == pytest.approx(other, rel=1e-9, abs=1e-9)
     if loss == "clip_cov":
@@ -134,14 +155,21 @@ def test_losses_that_compare_the_tokens_of_a_micro_batch_make_the_same_choice_ag
 
 
 def test_the_loss_scale_factor_divides_the_loss(model: Path) -> None:
-    keys = [f"actor_rollout_ref.actor.ppo_mini_batch_size={ROWS}", "actor_rollout_ref.actor.loss_scale_factor=3"]
-    default, third = (updated(model, keys[:count], "seq-mean-token-sum-norm")[0][0] for count in (1, 2))
+    keys = [
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={ROWS}",
+        "actor_rollout_ref.actor.loss_scale_factor=3",
+    ]
+    default, third = (
+        updated(model, keys[:count], "seq-mean-token-sum-norm")[0][0] for count in (1, 2)
+    )
     for key in ("actor/pg_loss", "actor/kl_loss", "actor/entropy"):
         assert third[key] == pytest.approx(default[key] * RESPONSE / 3, rel=1e-12)
     assert third["critic/vf_loss"] == default["critic/vf_loss"]
 
 
-def assert_same_in_all(model: Path, cuts: list[str], mode: str, keys: list[str] | None = None) -> None:
+def assert_same_in_all(
+    model: Path, cuts: list[str], mode: str, keys: list[str] | None = None
+) -> None:
     first_rows, first_weights = updated(model, [*(keys or []), *CUTS[cuts[0]]], mode)
     assert first_rows[0]["actor/grad_norm"] > 0 and first_rows[0] != first_rows[1]
     for name in cuts[1:]:
@@ -151,4 +179,6 @@ def assert_same_in_all(model: Path, cuts: list[str], mode: str, keys: list[str] 
             for key in first:
                 assert np.isclose(row[key], first[key], rtol=1e-9, atol=1e-9), (name, key)
         for key, tensor in first_weights.items():
-            torch.testing.assert_close(weights[key], tensor, rtol=1e-9, atol=1e-9, msg=f"{name}: {key}")
+            torch.testing.assert_close(
+                weights[key], tensor, rtol=1e-9, atol=1e-9, msg=f"{name}: {key}"
+            )

@@ -1,4 +1,5 @@
-"""A run that moves computes what a run computes that does not move: every role, to one pool, two, and its own pool."""
+"""A run that moves computes what a run computes that does not move: every role, to one pool, two,
+and its own pool."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ FAST = ["split to standard"]
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     demo = make_demo(tmp_path_factory.mktemp("demo") / "data")
-    keys = [*moves.KEYS.split(), f"actor_rollout_ref.model.path={demo.model}", f"data.train_files={demo.train_file}"]
+    keys = [
+        *moves.KEYS.split(),
+        f"actor_rollout_ref.model.path={demo.model}",
+        f"data.train_files={demo.train_file}",
+    ]
     return [*keys, "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
 
 
@@ -30,12 +35,25 @@ def differences(keys: Sequence[str], names: Sequence[str], tmp_path: Path) -> li
     """Metrics that differ between a run with these moves and one without any."""
     words = [moves.MOVES[name] for name in names]
     moving = moves.run(tmp_path / "moving", keys, words, 1, waits=True)
-    still = moves.run(tmp_path / "still", [*keys, f"trainer.total_training_steps={max(moving)}"], every=max(moving))
+    still = moves.run(
+        tmp_path / "still",
+        [*keys, f"trainer.total_training_steps={max(moving)}"],
+        every=max(moving),
+    )
     assert moving.keys() == still.keys()
-    compared = [(step, name) for step, row in still.items() for name in row if not name.startswith(STILL)]
+    compared = [
+        (step, name) for step, row in still.items() for name in row if not name.startswith(STILL)
+    ]
     assert len(compared) > 20 * len(still)
-    wrong = [(step, name) for step, name in compared if abs(moving[step][name] - still[step][name]) > TOLERANCE]
-    return [f"step {step} {name}: {moving[step][name]} is not {still[step][name]}" for step, name in wrong]
+    wrong = [
+        (step, name)
+        for step, name in compared
+        if abs(moving[step][name] - still[step][name]) > TOLERANCE
+    ]
+    return [
+        f"step {step} {name}: {moving[step][name]} is not {still[step][name]}"
+        for step, name in wrong
+    ]
 
 
 @pytest.mark.slow  # tests/train/test_rebalance.py has a move in every run of the tests

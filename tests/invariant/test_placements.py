@@ -1,8 +1,8 @@
 """Placement does not change the mathematics: the same run under every placement.
 
-In float64 with live sampling everything is the same. In float32 sums in another order round otherwise, and a uniform
-number that falls between two roundings samples another token, a tie; so there every placement trains on the rollouts of
-one rank, and rows with a tie are counted.
+In float64 with live sampling everything is the same. In float32 sums in another order round
+otherwise, and a uniform number that falls between two roundings samples another token, a tie; so
+there every placement trains on the rollouts of one rank, and rows with a tie are counted.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ PLACEMENTS = {
 
 @dataclass(frozen=True)
 class Course:
-    """What a run did: what it sampled, advantages and metrics of each step, and the weights after the last."""
+    """What a run did: what it sampled, advantages and metrics of each step, and the weights after
+    the last."""
 
     sampled: list[DataProto]
     advantages: list[torch.Tensor]
@@ -81,13 +82,16 @@ class Course:
 
     def rows_that_differ(self, other: Course) -> int:
         pairs = zip(self.sampled, other.sampled, strict=True)
-        responses = [[one.to_padded(response_width=4).batch["responses"] for one in pair] for pair in pairs]
+        responses = [
+            [one.to_padded(response_width=4).batch["responses"] for one in pair] for pair in pairs
+        ]
         return sum(int((mine != theirs).any(dim=1).sum()) for mine, theirs in responses)
 
 
 @dataclass
 class WatchedRollout:
-    """Samples, keeps what was sampled, and hands on what the replayed run sampled in its place, where there is one."""
+    """Samples, keeps what was sampled, and hands on what the replayed run sampled in its place,
+    where there is one."""
 
     rollout: RoleProxy
     replayed: Course | None
@@ -122,7 +126,12 @@ def one_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-def run(demo: Demo, placement: list[str], dtype: torch.dtype = torch.float64, replayed: Course | None = None) -> Course:
+def run(
+    demo: Demo,
+    placement: list[str],
+    dtype: torch.dtype = torch.float64,
+    replayed: Course | None = None,
+) -> Course:
     loaded = load_config(
         [],
         [
@@ -146,7 +155,9 @@ def run(demo: Demo, placement: list[str], dtype: torch.dtype = torch.float64, re
     config, plan = loaded.config, build_plan(loaded.config)
     assert find_problems(config, plan) == []
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    loader = PromptLoader(PromptSet("train", config, tokenizer), config.data.train_batch_size, seed=1)
+    loader = PromptLoader(
+        PromptSet("train", config, tokenizer), config.data.train_batch_size, seed=1
+    )
     estimator = Estimator(config)
     course = Course([], [], [], {})
     with Cluster(plan) as cluster:
@@ -157,12 +168,21 @@ def run(demo: Demo, placement: list[str], dtype: torch.dtype = torch.float64, re
             step = ppo_step(config, roles, estimator, repeated(loader.next_batch(), 2), number)
             course.sampled.append(watched.sampled[-1].get().select(deepcopy=True))
             course.advantages.append(flat_values(step.estimated.batch.batch["advantages"]))
-            updates = [call.get()[0] for name in ("update_critic", "update_actor") for call in step.calls[name]]
+            updates = [
+                call.get()[0]
+                for name in ("update_critic", "update_actor")
+                for call in step.calls[name]
+            ]
             course.metrics.append(
                 {
                     **step.estimated.metrics,
                     **describe(step.estimated, step.scored.get()),
-                    **{f"{i}/{key}": v for i, row in enumerate(updates) for key, v in row.items() if key != MEMORY},
+                    **{
+                        f"{i}/{key}": v
+                        for i, row in enumerate(updates)
+                        for key, v in row.items()
+                        if key != MEMORY
+                    },
                 }
             )
         names = roles.actor.weight_names().get()
@@ -195,7 +215,8 @@ def test_a_run_is_the_same_under_every_placement(name: str, demo: Demo, one_rank
 def test_a_run_is_the_same_where_the_critics_update_does_not_wait_for_log_probs(demo: Demo) -> None:
     without_penalty = "algorithm.use_kl_in_reward=false"
     in_order, apart = (
-        run(demo, [*PLACEMENTS[name], without_penalty]) for name in ("standard, 1 rank", "split, 1 and 1")
+        run(demo, [*PLACEMENTS[name], without_penalty])
+        for name in ("standard, 1 rank", "split, 1 and 1")
     )
     assert_same(in_order, apart)
 
@@ -207,7 +228,11 @@ def assert_same(one_rank: Course, other: Course) -> None:
         torch.testing.assert_close(theirs, mine, rtol=TOLERANCE, atol=TOLERANCE)
     for mine, theirs in zip(one_rank.metrics, other.metrics, strict=True):
         assert mine.keys() == theirs.keys()
-        wrong = {k: (mine[k], theirs[k]) for k in mine if not np.isclose(mine[k], theirs[k], rtol=1e-9, atol=1e-9)}
+        wrong = {
+            k: (mine[k], theirs[k])
+            for k in mine
+            if not np.isclose(mine[k], theirs[k], rtol=1e-9, atol=1e-9)
+        }
         assert wrong == {}
     for key, weight in one_rank.weights.items():
         torch.testing.assert_close(other.weights[key], weight, rtol=TOLERANCE, atol=TOLERANCE)
@@ -226,15 +251,23 @@ def one_rank_float32(demo: Demo) -> Course:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PLACEMENTS if name != "standard, 1 rank"])
-def test_losses_of_the_same_rollouts_are_the_same_in_float32(name: str, demo: Demo, one_rank_float32: Course) -> None:
+def test_losses_of_the_same_rollouts_are_the_same_in_float32(
+    name: str, demo: Demo, one_rank_float32: Course
+) -> None:
     other = run(demo, PLACEMENTS[name], torch.float32, replayed=one_rank_float32)
     num_rows, num_different = sum(map(len, other.sampled)), one_rank_float32.rows_that_differ(other)
     ties = f"{num_different} of {num_rows} rows were sampled differently"
     losses = [key for key in one_rank_float32.metrics[0] if key.endswith("_loss")]
-    assert {key.split("/", 1)[1] for key in losses} == {"actor/pg_loss", "actor/kl_loss", "critic/vf_loss"}
+    assert {key.split("/", 1)[1] for key in losses} == {
+        "actor/pg_loss",
+        "actor/kl_loss",
+        "critic/vf_loss",
+    }
     apart = {
         (step, key): abs(mine[key] - theirs[key])
-        for step, (mine, theirs) in enumerate(zip(one_rank_float32.metrics, other.metrics, strict=True), start=1)
+        for step, (mine, theirs) in enumerate(
+            zip(one_rank_float32.metrics, other.metrics, strict=True), start=1
+        )
         for key in losses
     }
     assert max(apart.values()) < LOSS_TOLERANCE_FLOAT32, f"{ties}; losses differ by {apart}"

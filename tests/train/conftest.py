@@ -19,7 +19,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 def one_ray() -> None:
     """One Ray for all runs of this process, as starting it takes longer than they do."""
     if not ray.is_initialized():
-        ray.init(address="local", num_cpus=6, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+        ray.init(
+            address="local",
+            num_cpus=6,
+            include_dashboard=False,
+            logging_level="ERROR",
+            log_to_driver=False,
+        )
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Environments of other packages in real runs: the examples of docs/environments.md, as a user starts them."""
+"""Environments of other packages in real runs: the examples of docs/environments.md, as a user
+starts them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ def test_the_example_for_skyrl_gym_trains(demo: Demo, tmp_path: Path) -> None:
 
 def test_the_example_for_verifiers_trains(demo: Demo, tmp_path: Path) -> None:
     pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
-    names = ["environment.path=my_verifiers.py", "environment.name=rollout", f"{TURNS}.max_turn_tokens=2"]
+    names = [
+        "environment.path=my_verifiers.py",
+        "environment.name=rollout",
+        f"{TURNS}.max_turn_tokens=2",
+    ]
     shutil.copytree(RECIPES.parent / "examples" / "verifiers_letters", tmp_path, dirs_exist_ok=True)
     subprocess.run([sys.executable, "write_letters.py"], cwd=tmp_path, check=True)
     files = ["data.train_files=letters.jsonl", "data.val_files=letters.jsonl"]

@@ -30,7 +30,9 @@ def test_rows_and_a_function_of_this_process_train_and_the_run_is_returned(
 ) -> None:
     bonus = 0.5
 
-    def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
+    def reward(
+        data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+    ) -> dict[str, float]:
         return {"score": bonus, "num_letters": len(solution_str.split())}
 
     steps: list[tuple[int, float]] = []
@@ -43,7 +45,9 @@ def test_rows_and_a_function_of_this_process_train_and_the_run_is_returned(
         reward=reward,
         config=small,
         on_step=lambda step, metrics: steps.append((step, metrics["critic/score/mean"])),
-        on_validation=lambda step, metrics, samples: validations.append((step, min(metrics.values()), len(samples))),
+        on_validation=lambda step, metrics, samples: validations.append(
+            (step, min(metrics.values()), len(samples))
+        ),
         trainer={"total_training_steps": 2, "save_freq": 2},
         **{"trainer.test_freq": 2},
     )
@@ -64,15 +68,22 @@ def test_rows_and_a_function_of_this_process_train_and_the_run_is_returned(
 
 
 @pytest.mark.slow
-def test_an_error_in_the_function_names_its_line_and_the_row(demo: Demo, tmp_path: Path, one_ray: None) -> None:
+def test_an_error_in_the_function_names_its_line_and_the_row(
+    demo: Demo, tmp_path: Path, one_ray: None
+) -> None:
     def broken(**inputs: Any) -> float:
         return 1 / 0
 
-    small = load_config([], small_keys(demo, tmp_path / "run", *ONE_RANK, "trainer.val_before_train=false"))
+    small = load_config(
+        [], small_keys(demo, tmp_path / "run", *ONE_RANK, "trainer.val_before_train=false")
+    )
     with pytest.raises(WorkerError) as raised:
         rp.train(data=demo.train_file, reward=broken, config=small)
     where = f"{Path(__file__).name}:{broken.__code__.co_firstlineno + 1}"
-    assert f"reward=broken: ZeroDivisionError at {where}: division by zero, for {demo.train_file}" in str(raised.value)
+    assert (
+        f"reward=broken: ZeroDivisionError at {where}: division by zero, for {demo.train_file}"
+        in str(raised.value)
+    )
 
 
 PROGRAM = """
@@ -101,9 +112,19 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_one_process_trains_several_times_and_ctrl_c_ends_a_run_but_not_the_process(demo: Demo, tmp_path: Path) -> None:
-    words = small_keys(demo, tmp_path, *ONE_RANK, "trainer.val_before_train=false", "trainer.total_training_steps=5000")
-    (tmp_path / "config.yaml").write_text(load_config([], [*words, "trainer.save_freq=5000"]).to_yaml())
+def test_one_process_trains_several_times_and_ctrl_c_ends_a_run_but_not_the_process(
+    demo: Demo, tmp_path: Path
+) -> None:
+    words = small_keys(
+        demo,
+        tmp_path,
+        *ONE_RANK,
+        "trainer.val_before_train=false",
+        "trainer.total_training_steps=5000",
+    )
+    (tmp_path / "config.yaml").write_text(
+        load_config([], [*words, "trainer.save_freq=5000"]).to_yaml()
+    )
     (tmp_path / "program.py").write_text(PROGRAM)
     program = subprocess.Popen(
         [sys.executable, "program.py", "config.yaml", "runs"],
@@ -124,5 +145,8 @@ def test_one_process_trains_several_times_and_ctrl_c_ends_a_run_but_not_the_proc
     assert "run 1 2\n" in output and "run 2 2\n" in output
     rows = (tmp_path / "runs/long/metrics.jsonl").read_text().splitlines()
     last = json.loads(rows[-1])["step"]
-    assert f"interrupted: step {last} was finished and saved; the same command resumes from it" in output
+    assert (
+        f"interrupted: step {last} was finished and saved; the same command resumes from it"
+        in output
+    )
     assert f"still alive {last}\n" in output

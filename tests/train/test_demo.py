@@ -64,17 +64,31 @@ def test_the_split_demo_learns_in_time_and_its_pools_overlap(demo: Demo, tmp_pat
     assert run.returncode == 0, output
     assert time.monotonic() - began < 240
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    held_out = [value for row in rows for name, value in row.items() if name.startswith("val-core/")]
+    held_out = [
+        value for row in rows for name, value in row.items() if name.startswith("val-core/")
+    ]
     assert held_out[0] < 0.3 and held_out[-1] >= 0.9
     assert f"validation: {held_out[0]:.3f} after step 0" in output and "run folder:" in output
     assert "Token authentication" not in output, "Ray's warning asks for nothing"
     lines = output.splitlines()
-    parts = ["importing torch", "reading prompts", "starting 2 processes", "loading models", "validating"]
+    parts = [
+        "importing torch",
+        "reading prompts",
+        "starting 2 processes",
+        "loading models",
+        "validating",
+    ]
     assert lines[0] == f"{parts[0]} ..."
     for before, part in pairwise(parts):
-        assert any(re.fullmatch(rf"{part} \.\.\. \({before} took \d+\.\d s\)", line) for line in lines), part
-    short = r"step (\d+)/60  reward \d\.\d{3}  KL -?\d\.\d{4}  length 4  \d+\.\d\d s  [\d,]+ tokens/s"
-    assert [match[1] for line in lines if (match := re.fullmatch(short, line))] == [str(step) for step in range(1, 61)]
+        assert any(
+            re.fullmatch(rf"{part} \.\.\. \({before} took \d+\.\d s\)", line) for line in lines
+        ), part
+    short = (
+        r"step (\d+)/60  reward \d\.\d{3}  KL -?\d\.\d{4}  length 4  \d+\.\d\d s  [\d,]+ tokens/s"
+    )
+    assert [match[1] for line in lines if (match := re.fullmatch(short, line))] == [
+        str(step) for step in range(1, 61)
+    ]
     assert list(read_logs([tmp_path / "train.log"])["train"]) == list(range(61))
 
     steps = spans_by_step(tmp_path)
@@ -120,7 +134,11 @@ class Said(Observer):
 def test_a_run_that_will_save_nothing_says_so_before_its_processes_start(
     save_freq: str, demo: Demo, tmp_path: Path, no_ray: None
 ) -> None:
-    keys = [f"trainer.save_freq={save_freq}", "ray_kwargs.ray_init.address=127.0.0.1:1", "trainer.n_gpus_per_node=2"]
+    keys = [
+        f"trainer.save_freq={save_freq}",
+        "ray_kwargs.ray_init.address=127.0.0.1:1",
+        "trainer.n_gpus_per_node=2",
+    ]
     trainer = Trainer(load_config([], small_keys(demo, tmp_path, *keys)))
     trainer.observer = said = Said()
     with pytest.raises(PlacementError, match="no Ray cluster answers there"):
@@ -133,7 +151,9 @@ def test_a_run_that_will_save_nothing_says_so_before_its_processes_start(
 def test_the_console_of_a_run_with_a_killed_process_is_plain_text_with_responses_at_its_end(
     demo: Demo, tmp_path: Path
 ) -> None:
-    keys = small_keys(demo, tmp_path, *ONE_RANK, "trainer.total_training_steps=30", "data.val_files=[]")
+    keys = small_keys(
+        demo, tmp_path, *ONE_RANK, "trainer.total_training_steps=30", "data.val_files=[]"
+    )
     run = start(demo, *keys, "trainer.logger=[console]", "trainer.test_freq=null")
     assert run.stdout is not None
     output = ""
@@ -152,11 +172,20 @@ def test_the_console_of_a_run_with_a_killed_process_is_plain_text_with_responses
 def worker_of(run: subprocess.Popen[str]) -> psutil.Process:
     """The process of a run's only pool."""
     children = psutil.Process(run.pid).children(recursive=True)
-    return next(child for child in children if re.search("WorkerProcess|_pool/0", " ".join(child.cmdline())))
+    return next(
+        child for child in children if re.search("WorkerProcess|_pool/0", " ".join(child.cmdline()))
+    )
 
 
-def test_a_run_with_validation_data_validates_after_its_last_step(demo: Demo, tmp_path: Path, one_ray: None) -> None:
-    keys = [*ONE_RANK, "trainer.total_training_steps=2", "trainer.test_freq=null", "trainer.val_before_train=false"]
+def test_a_run_with_validation_data_validates_after_its_last_step(
+    demo: Demo, tmp_path: Path, one_ray: None
+) -> None:
+    keys = [
+        *ONE_RANK,
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=null",
+        "trainer.val_before_train=false",
+    ]
     train(demo, tmp_path, *keys)
     steps = [row["step"] for row in rows_of(tmp_path) if validation_score(row) is not None]
     assert steps == [2]
@@ -174,7 +203,9 @@ def test_a_run_with_validation_data_validates_after_its_last_step(demo: Demo, tm
 
 SLOW_REWARD = "import time\n\n\ndef compute_score(*_, **__):\n    time.sleep(0.2)\n    return 0.0\n"
 ONCE = (signal.SIGINT, 1)
-SLOW = [pytest.param(*how, marks=pytest.mark.slow) for how in ((signal.SIGTERM, 1), (signal.SIGINT, 2))]
+SLOW = [
+    pytest.param(*how, marks=pytest.mark.slow) for how in ((signal.SIGTERM, 1), (signal.SIGINT, 2))
+]
 """test_interrupt.py and test_supervisor.py try both signals, without training."""
 
 
@@ -182,7 +213,9 @@ SLOW = [pytest.param(*how, marks=pytest.mark.slow) for how in ((signal.SIGTERM, 
 def test_ctrl_c_and_sigterm_end_or_drop_the_step_and_say_which(
     number: signal.Signals, presses: int, demo: Demo, tmp_path: Path
 ) -> None:
-    keys = small_keys(demo, tmp_path, "trainer.n_gpus_per_node=1", "trainer.total_training_steps=5000")
+    keys = small_keys(
+        demo, tmp_path, "trainer.n_gpus_per_node=1", "trainer.total_training_steps=5000"
+    )
     if presses == 1:
         keys.append("trainer.resume_mode=disable")
     else:  # time for the second within the step of the first
@@ -211,15 +244,22 @@ def test_ctrl_c_and_sigterm_end_or_drop_the_step_and_say_which(
         assert (tmp_path / "checkpoints" / f"step_{last:06d}" / "trainer.json").exists()
     else:
         assert f"the steps after step {last} were dropped; there is no checkpoint" in output
-        assert not (tmp_path / "checkpoints").exists() or list((tmp_path / "checkpoints").glob("step_*")) == []
+        assert (
+            not (tmp_path / "checkpoints").exists()
+            or list((tmp_path / "checkpoints").glob("step_*")) == []
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["trainer.val_before_train=true", "trainer.val_only=true"])
-def test_ctrl_c_in_the_first_validation_ends_it_and_no_step_follows(key: str, demo: Demo, tmp_path: Path) -> None:
+def test_ctrl_c_in_the_first_validation_ends_it_and_no_step_follows(
+    key: str, demo: Demo, tmp_path: Path
+) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(f"print('scoring', flush=True)\n{SLOW_REWARD.replace('0.2', '10')}")
-    keys = small_keys(demo, tmp_path / "run", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=5")
+    keys = small_keys(
+        demo, tmp_path / "run", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=5"
+    )
     run = start(demo, *keys, key, f"custom_reward_function.path={slow}")
     assert run.stdout is not None
     while "scoring" not in run.stdout.readline():
@@ -235,12 +275,20 @@ def test_ctrl_c_in_the_first_validation_ends_it_and_no_step_follows(key: str, de
 def test_training_goes_on_when_nobody_reads_its_output_and_records_the_baseline_of_remax(
     demo: Demo, tmp_path: Path
 ) -> None:
-    more = ["trainer.n_gpus_per_node=1", "trainer.total_training_steps=3", "trainer.val_before_train=false"]
+    more = [
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_training_steps=3",
+        "trainer.val_before_train=false",
+    ]
     reward, scored = tmp_path / "reward.py", tmp_path / "scored.txt"
-    reward.write_text(f"def compute_score(*_, **__):\n    open({str(scored)!r}, 'a').write('.')\n    return 0.0\n")
+    reward.write_text(
+        f"def compute_score(*_, **__):\n    open({str(scored)!r}, 'a').write('.')\n    return 0.0\n"
+    )
     more.append(f"custom_reward_function.path={reward}")
     keys = small_keys(demo, tmp_path / "run", "algorithm.adv_estimator=remax", *more)
-    run = start(demo, *keys, "trainer.logger=[verl]", "trainer.test_freq=-1", "trainer.save_freq=null")
+    run = start(
+        demo, *keys, "trainer.logger=[verl]", "trainer.test_freq=-1", "trainer.save_freq=null"
+    )
     assert run.stdout is not None
     while not run.stdout.readline().startswith("step:1 - "):
         assert run.poll() is None, "it ended before the first step"
@@ -248,11 +296,17 @@ def test_training_goes_on_when_nobody_reads_its_output_and_records_the_baseline_
     assert run.wait(timeout=120) == 0
     read = read_run(tmp_path / "run")
     assert list(read.metrics) == [1, 2, 3]
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000003"], "the last step"
-    assert len(scored.read_text()) == 3 * (16 * 2 + 16)  # two samples and one greedy response for each prompt
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [
+        "step_000003"
+    ], "the last step"
+    assert len(scored.read_text()) == 3 * (
+        16 * 2 + 16
+    )  # two samples and one greedy response for each prompt
     assert all(row["training/num_steps"] == 3 for row in read.metrics.values())
     for step in (1, 2, 3):
-        spans = [each.span for each in read.spans if (each.step, each.operation) == (step, "baseline")]
+        spans = [
+            each.span for each in read.spans if (each.step, each.operation) == (step, "baseline")
+        ]
         assert {span.method for span in spans} == {"generate_sequences", "compute_scores"}
         assert read.metrics[step]["timing_s/baseline"] >= max(span.duration_s for span in spans)
 
@@ -265,7 +319,16 @@ def test_signal_shows_before_training_whether_responses_differ(demo: Demo, tmp_p
         "trainer.device=cpu",
         "trainer.n_gpus_per_node=1",
     ]
-    command = [sys.executable, "-m", "rolepool", "signal", "--prompts", "6", "algorithm.adv_estimator=grpo", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "rolepool",
+        "signal",
+        "--prompts",
+        "6",
+        "algorithm.adv_estimator=grpo",
+        *words,
+    ]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     head, row, speed = ended.stdout.splitlines()

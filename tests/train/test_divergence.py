@@ -1,4 +1,5 @@
-"""A run that diverges ends and says why, and it saves no checkpoint of a step without a finite update."""
+"""A run that diverges ends and says why, and it saves no checkpoint of a step without a finite
+update."""
 
 from __future__ import annotations
 
@@ -28,8 +29,21 @@ def saved_in(folder: Path) -> list[str]:
 def test_a_diverged_run_ends_with_one_error_and_keeps_its_good_checkpoint(
     demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = [*QUICK, "trainer.save_freq=3", "trainer.test_freq=3", "trainer.max_actor_ckpt_to_keep=1"]
-    assert main(["train", *small_keys(demo, tmp_path, *ONE_RANK, *keys, "trainer.total_training_steps=3")]) == 0
+    keys = [
+        *QUICK,
+        "trainer.save_freq=3",
+        "trainer.test_freq=3",
+        "trainer.max_actor_ckpt_to_keep=1",
+    ]
+    assert (
+        main(
+            [
+                "train",
+                *small_keys(demo, tmp_path, *ONE_RANK, *keys, "trainer.total_training_steps=3"),
+            ]
+        )
+        == 0
+    )
     capsys.readouterr()
     assert saved_in(tmp_path) == ["step_000003"]
     assert main(["train", *small_keys(demo, tmp_path, *ONE_RANK, *keys, DIVERGES)]) == 2
@@ -39,7 +53,9 @@ def test_a_diverged_run_ends_with_one_error_and_keeps_its_good_checkpoint(
         "diverged; lower actor_rollout_ref.actor.optim.lr=1e+30 or actor_rollout_ref.actor.grad_clip=1.0, or look for "
         f"rewards that are too large; the last checkpoint is {tmp_path}/checkpoints/step_000003"
     )
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("rolepool")] == [
+    assert [
+        record.getMessage() for record in caplog.records if record.name.startswith("rolepool")
+    ] == [
         f"step {step}: skipped {number} of 2 updates of actor because the gradients are not finite"
         for step, number in [(4, 1), (5, 2), (6, 2), (7, 2)]
     ]
@@ -47,9 +63,17 @@ def test_a_diverged_run_ends_with_one_error_and_keeps_its_good_checkpoint(
     assert saved_in(tmp_path) == ["step_000003"]
     steps = [row for row in rows_of(tmp_path) if "actor/updates" in row]
     counts = [(row["step"], row["actor/updates"], row["actor/skipped_updates"]) for row in steps]
-    assert counts == [*((step, 2, 0) for step in (1, 2, 3)), (4, 1, 1), (5, 0, 2), (6, 0, 2), (7, 0, 2)]
+    assert counts == [
+        *((step, 2, 0) for step in (1, 2, 3)),
+        (4, 1, 1),
+        (5, 0, 2),
+        (6, 0, 2),
+        (7, 0, 2),
+    ]
     assert all(row["critic/updates"] == 2 and row["critic/skipped_updates"] == 0 for row in steps)
-    assert [row["step"] for row in rows_of(tmp_path) if any(name.startswith("val-core") for name in row)] == [3, 6]
+    assert [
+        row["step"] for row in rows_of(tmp_path) if any(name.startswith("val-core") for name in row)
+    ] == [3, 6]
 
 
 class Notices(Observer):
@@ -82,8 +106,15 @@ def test_ctrl_c_does_not_save_a_bad_step(demo: Demo, tmp_path: Path) -> None:
 def test_a_bad_last_step_of_a_critic_that_warms_up_is_not_saved_and_the_actor_is_not_blamed(
     demo: Demo, tmp_path: Path
 ) -> None:
-    keys = [*QUICK, "trainer.total_training_steps=2", "trainer.critic_warmup=2", "trainer.save_freq=2"]
-    trainer = Trainer(load_config([], small_keys(demo, tmp_path, *SPLIT, *keys, "critic.optim.lr=1e30")))
+    keys = [
+        *QUICK,
+        "trainer.total_training_steps=2",
+        "trainer.critic_warmup=2",
+        "trainer.save_freq=2",
+    ]
+    trainer = Trainer(
+        load_config([], small_keys(demo, tmp_path, *SPLIT, *keys, "critic.optim.lr=1e30"))
+    )
     trainer.observer = notices = Notices()
     trainer.run()
     assert notices.lines == ["step 2 is not saved because critic made no finite update in it"]

@@ -1,4 +1,5 @@
-"""Runs with other rollout engines, of models that the native engine does not know, and engines with other weights."""
+"""Runs with other rollout engines, of models that the native engine does not know, and engines with
+other weights."""
 
 from __future__ import annotations
 
@@ -19,10 +20,17 @@ from tiny_models import write_model
 
 TRANSFORMERS = "actor_rollout_ref.rollout.name=transformers"
 PADDED = "actor_rollout_ref.model.use_remove_padding=false"
-TENSOR_PARALLEL = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+TENSOR_PARALLEL = [
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+]
 NO_VALIDATION = ["trainer.val_before_train=false", "data.val_files=[]"]
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm/bin/python"))
-NEEDS_VLLM = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm (scripts/setup_vllm.sh)")
+VLLM_PYTHON = Path(
+    os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm/bin/python")
+)
+NEEDS_VLLM = pytest.mark.skipif(
+    not VLLM_PYTHON.exists(), reason="needs .venv-vllm (scripts/setup_vllm.sh)"
+)
 STALE_ENGINE = """
 from rolepool.rollout.transformers_engine import TransformersEngine
 
@@ -57,8 +65,16 @@ def test_a_model_that_only_transformers_can_generate_with_is_trained(
 ) -> None:
     """In every step the actor's log-probs are those of the engine, or the run would stop."""
     model = write_model(tmp_path / "model", model_type, Path(demo.model))
-    more = [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.actor.use_kl_loss=true", *keys]
-    more += ["trainer.total_training_steps=5", "actor_rollout_ref.rollout.calculate_log_probs=true", *NO_VALIDATION]
+    more = [
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        *keys,
+    ]
+    more += [
+        "trainer.total_training_steps=5",
+        "actor_rollout_ref.rollout.calculate_log_probs=true",
+        *NO_VALIDATION,
+    ]
     run(*small_keys(demo, tmp_path / "run", TRANSFORMERS, *more))
     rows = rows_of(tmp_path / "run")
     assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4, 5]
@@ -89,11 +105,21 @@ def test_native_and_transformers_train_alike(demo: Demo, tmp_path: Path, keys: l
 
 @pytest.mark.slow
 @NEEDS_VLLM
-@pytest.mark.parametrize("keys", [ONE_RANK, SPLIT, TENSOR_PARALLEL], ids=["one pool", "two pools", "tensor parallel"])
+@pytest.mark.parametrize(
+    "keys", [ONE_RANK, SPLIT, TENSOR_PARALLEL], ids=["one pool", "two pools", "tensor parallel"]
+)
 def test_vllm_trains_beside_the_other_roles(demo: Demo, tmp_path: Path, keys: list[str]) -> None:
     """The demo's model has heads of 32 numbers, which vLLM needs."""
-    more = [*keys, "actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}"]
-    more += ["trainer.total_training_steps=3", "actor_rollout_ref.rollout.calculate_log_probs=true", *NO_VALIDATION]
+    more = [
+        *keys,
+        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}",
+    ]
+    more += [
+        "trainer.total_training_steps=3",
+        "actor_rollout_ref.rollout.calculate_log_probs=true",
+        *NO_VALIDATION,
+    ]
     run(*small_keys(demo, tmp_path / "run", *more))
     rows = rows_of(tmp_path / "run")
     assert len(rows) == 3
@@ -104,13 +130,23 @@ def test_vllm_trains_beside_the_other_roles(demo: Demo, tmp_path: Path, keys: li
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=NEEDS_VLLM)])
 def test_the_demo_learns_under_another_engine(engine: str, demo: Demo, tmp_path: Path) -> None:
-    words = [f"actor_rollout_ref.rollout.name={engine}", f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}"]
+    words = [
+        f"actor_rollout_ref.rollout.name={engine}",
+        f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}",
+    ]
     page = (RECIPES.parent / "docs" / "engines.md").read_text(encoding="utf-8")
     assert f"rolepool train recipes/demo_split.yaml {words[0]}\n" in page
-    run = start(demo, str(RECIPES / "demo_split.yaml"), *words, f"trainer.default_local_dir={tmp_path}")
+    run = start(
+        demo, str(RECIPES / "demo_split.yaml"), *words, f"trainer.default_local_dir={tmp_path}"
+    )
     output, _ = run.communicate(timeout=900)
     assert run.returncode == 0, output
-    held_out = [value for row in rows_of(tmp_path) for name, value in row.items() if name.startswith("val-core/")]
+    held_out = [
+        value
+        for row in rows_of(tmp_path)
+        for name, value in row.items()
+        if name.startswith("val-core/")
+    ]
     assert held_out[0] < 0.3 and held_out[-1] > 0.9
 
 
@@ -120,10 +156,18 @@ def test_an_engine_that_keeps_old_weights_stops_the_run(
     (tmp_path / "stale_engine.py").write_text(STALE_ENGINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    words = [*ONE_RANK, "actor_rollout_ref.rollout.name=stale_engine:StaleEngine", "trainer.total_training_steps=5"]
+    words = [
+        *ONE_RANK,
+        "actor_rollout_ref.rollout.name=stale_engine:StaleEngine",
+        "trainer.total_training_steps=5",
+    ]
     with pytest.raises(WorkerError) as caught:
         run(*small_keys(demo, tmp_path / "run", *words, *NO_VALIDATION))
     (line,) = str(caught.value).splitlines()
-    assert line.startswith("actor_rollout_ref.rollout.name=stale_engine:StaleEngine: the engine's log-probs, with ")
+    assert line.startswith(
+        "actor_rollout_ref.rollout.name=stale_engine:StaleEngine: the engine's log-probs, with "
+    )
     assert "version 2 of the weights, are " in line and "parity_limit is 0.0002" in line
-    assert [row["training/global_step"] for row in rows_of(tmp_path / "run")] == [1, 2], "step 3 changed nothing"
+    assert [row["training/global_step"] for row in rows_of(tmp_path / "run")] == [1, 2], (
+        "step 3 changed nothing"
+    )

@@ -14,7 +14,10 @@ import pytest
 
 def outputs_of(cell: Any) -> str:
     """The text that a cell of a notebook has printed or returned."""
-    return "".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs)
+    return "".join(
+        output.get("text") or output.get("data", {}).get("text/plain", "")
+        for output in cell.outputs
+    )
 
 
 @pytest.mark.slow
@@ -28,7 +31,10 @@ def test_the_notebook_runs_and_its_file_has_its_outputs(root: Path, tmp_path: Pa
     now = [outputs_of(cell) for cell in notebook.cells if cell.cell_type == "code"]
     for printed in (kept, now):
         text = "".join(printed)
-        rewards = [float(number) for number in re.findall(r"validation after step 40: mean reward ([\d.]+)", text)]
+        rewards = [
+            float(number)
+            for number in re.findall(r"validation after step 40: mean reward ([\d.]+)", text)
+        ]
         assert len(rewards) == 2 and min(rewards) > 0.7, "both placements learn the task"
         assert "2 pools on 2 of 2 CPU slots" in text and "<Figure size" in text
     assert (tmp_path / "runs" / "first_model" / "config.json").exists()
@@ -36,7 +42,9 @@ def test_the_notebook_runs_and_its_file_has_its_outputs(root: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_an_algorithm_of_ones_own_takes_less_than_60_lines_and_learns(root: Path, tmp_path: Path) -> None:
+def test_an_algorithm_of_ones_own_takes_less_than_60_lines_and_learns(
+    root: Path, tmp_path: Path
+) -> None:
     file = root / "examples" / "own_algorithm.py"
     assert len(file.read_text(encoding="utf-8").splitlines()) < 60
     ended = subprocess.run(

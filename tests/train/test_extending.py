@@ -1,4 +1,5 @@
-"""The code blocks of docs/extending.md, each trained for two steps by the command that the page names."""
+"""The code blocks of docs/extending.md, each trained for two steps by the command that the page
+names."""
 
 from __future__ import annotations
 
@@ -35,7 +36,14 @@ def rolepool(command: str, folder: Path, *words: str) -> subprocess.CompletedPro
     """A command as a user starts it: the program, in the folder of the user's files."""
     program = "import sys; from rolepool.cli import main; sys.exit(main())"
     return subprocess.run(
-        [sys.executable, "-P", "-c", program, command, *words],  # -P: like `rolepool`, without the folder on sys.path
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            program,
+            command,
+            *words,
+        ],  # -P: like `rolepool`, without the folder on sys.path
         cwd=folder,
         capture_output=True,
         text=True,
@@ -48,7 +56,9 @@ def train_two_steps(demo: Demo, folder: Path, *overrides: str) -> list[dict[str,
     """Train in the folder of the user's files; the rows of metrics of the two steps."""
     ended = rolepool("train", folder, *small_keys(demo, folder / "run", *TWO_STEPS, *overrides))
     assert ended.returncode == 0, ended.stderr
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     updates = [row for row in rows if "actor/updates" in row]
     assert [row["actor/updates"] for row in updates] == [2, 2]
     assert all(row["actor/grad_norm"] > 0 for row in updates)
@@ -56,8 +66,11 @@ def train_two_steps(demo: Demo, folder: Path, *overrides: str) -> list[dict[str,
 
 
 @pytest.fixture(scope="module")
-def trained(root: Path, demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """One run with the page's estimator, loss, engine and strategy: its folder, and the rows of its two steps."""
+def trained(
+    root: Path, demo: Demo, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
+    """One run with the page's estimator, loss, engine and strategy: its folder, and the rows of its
+    two steps."""
     folder = tmp_path_factory.mktemp("page")
     write_blocks(root, folder)
     words = [ESTIMATOR, f"{LOSS_MODE}=my_loss:truncated", ENGINE, STRATEGY, *reward_model_of(demo)]
@@ -69,7 +82,9 @@ def reward_model_of(demo: Demo) -> list[str]:
     return ["reward_model.enable=true", f"reward_model.model.path={demo.reward_model}"]
 
 
-def test_the_estimator_and_the_loss_of_the_page_train(trained: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_the_estimator_and_the_loss_of_the_page_train(
+    trained: tuple[Path, list[dict[str, Any]]],
+) -> None:
     _, updates = trained
     assert all("actor/truncated_fraction" in row for row in updates), "a metric of the loss"
     assert "critic/vf_loss" not in updates[0], "an estimator without needs has no critic"
@@ -78,7 +93,8 @@ def test_the_estimator_and_the_loss_of_the_page_train(trained: tuple[Path, list[
 def test_the_engine_of_the_page_samples_with_the_weights_of_each_step(
     trained: tuple[Path, list[dict[str, Any]]],
 ) -> None:
-    """The actor's own log-probs of its tokens are those of the engine, also after an update; validation is greedy."""
+    """The actor's own log-probs of its tokens are those of the engine, also after an update;
+    validation is greedy."""
     folder, updates = trained
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in updates)
     assert "val-core/" in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
@@ -91,15 +107,21 @@ def test_the_strategy_of_the_page_gives_the_reward_model_a_gpu_of_its_own(
     two_nodes = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
     planned = rolepool("plan", folder, "--json", STRATEGY, *reward_model_of(demo), *two_nodes)
     pools = json.loads(planned.stdout)["pools"]
-    assert {name: pool["per_node"] for name, pool in pools.items()} == {"main": [4, 3], "reward": [0, 1]}
+    assert {name: pool["per_node"] for name, pool in pools.items()} == {
+        "main": [4, 3],
+        "reward": [0, 1],
+    }
     assert pools["reward"]["roles"] == ["reward_model"]
     spans = [json.loads(line) for line in (folder / "run" / "spans.jsonl").read_text().splitlines()]
     assert {span["role"] for span in spans if span["pool"] == "reward"} == {"reward_model"}
 
 
 @pytest.mark.slow
-def test_the_role_of_the_page_is_planned_placed_called_and_measured(root: Path, demo: Demo, tmp_path: Path) -> None:
-    """Its files are in a folder below that of the command, and in the path that names the extension."""
+def test_the_role_of_the_page_is_planned_placed_called_and_measured(
+    root: Path, demo: Demo, tmp_path: Path
+) -> None:
+    """Its files are in a folder below that of the command, and in the path that names the
+    extension."""
     (tmp_path / "parts").mkdir()
     write_blocks(root, tmp_path / "parts")
     words = [
@@ -118,11 +140,17 @@ def test_the_role_of_the_page_is_planned_placed_called_and_measured(root: Path, 
     for row in updates:
         assert row["timing_s/style"] > 0
         rule = row["critic/score/mean"] - 0.25 * row["reward/style/mean"]
-        assert rule * 32 * 4 == pytest.approx(round(rule * 32 * 4), abs=1e-3), "32 responses, scored in quarters"
-    spans = [json.loads(line) for line in (tmp_path / "run" / "spans.jsonl").read_text().splitlines()]
+        assert rule * 32 * 4 == pytest.approx(round(rule * 32 * 4), abs=1e-3), (
+            "32 responses, scored in quarters"
+        )
+    spans = [
+        json.loads(line) for line in (tmp_path / "run" / "spans.jsonl").read_text().splitlines()
+    ]
     assert {span["pool"] for span in spans if span["operation"] == "style"} == {"critic_pool"}
     assert rolepool("report", tmp_path, "run").returncode == 0
-    explained = rolepool("config", tmp_path, "trainer.extensions=parts/my_role.py", "roles.style.weight")
+    explained = rolepool(
+        "config", tmp_path, "trainer.extensions=parts/my_role.py", "roles.style.weight"
+    )
     assert "Weight of the style score" in explained.stdout
 
 
@@ -186,7 +214,9 @@ for number, words in enumerate(json.loads(sys.argv[1])):
 
 
 @pytest.fixture(scope="module")
-def refused(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[int, list[str]]]:
+def refused(
+    demo: Demo, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], tuple[int, list[str]]]:
     """For each command and override, the exit code and the lines of errors."""
     folder = tmp_path_factory.mktemp("refused")
     for name, text in FILES.items():
@@ -196,7 +226,11 @@ def refused(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
     keys = small_keys(demo, folder / "run", *TWO_STEPS)
     words = json.dumps([[command, *keys, override] for command, override in cases])
     ended = subprocess.run(
-        [sys.executable, "-P", "-c", FORKS, words], cwd=folder, capture_output=True, text=True, timeout=250
+        [sys.executable, "-P", "-c", FORKS, words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
     assert not (folder / "run").exists(), "nothing is written before the first process starts"
     texts = [(folder / f"{number}.txt").read_text().splitlines() for number in range(len(cases))]

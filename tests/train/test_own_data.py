@@ -1,4 +1,5 @@
-"""A user's own file, with two columns of any name, trains with a weighted sum of rewards, each of them logged."""
+"""A user's own file, with two columns of any name, trains with a weighted sum of rewards, each of
+them logged."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def test_two_columns_and_two_functions(demo: Demo, tmp_path: Path) -> None:
     rows = []
     for _ in range(64):
         chosen = drawn.choices(range(8), k=2)
-        question, answer = (" ".join(letters[(one + step) % 8] for one in chosen) for step in (0, 1))
+        question, answer = (
+            " ".join(letters[(one + step) % 8] for one in chosen) for step in (0, 1)
+        )
         rows.append({"question": question, "answer": answer, "level": 3})
     file = tmp_path / "letters.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
@@ -44,7 +47,11 @@ def test_two_columns_and_two_functions(demo: Demo, tmp_path: Path) -> None:
     assert len(steps) == 2
     for row in steps:
         parts = [row[f"reward/{name}/mean"] for name in ("position_match", "math", "first_letter")]
-        assert row["critic/score/mean"] == pytest.approx(parts[0] + parts[1] - 0.5 * parts[2], abs=1e-6)
+        assert row["critic/score/mean"] == pytest.approx(
+            parts[0] + parts[1] - 0.5 * parts[2], abs=1e-6
+        )
         assert row["reward/first_letter/level/mean"] == 3
-        assert row["prompt_length/mean"] == 4  # the system prompt, two letters, and the template's `=`
+        assert (
+            row["prompt_length/mean"] == 4
+        )  # the system prompt, two letters, and the template's `=`
     assert steps[0]["reward/position_match/mean"] > 0

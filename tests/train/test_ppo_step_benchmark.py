@@ -38,7 +38,9 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module_of("ppo_step_profile", monkeypatch)
 
 
-def test_a_part_that_fails_says_why_and_does_not_stop_the_others(python: Python, tmp_path: Path) -> None:
+def test_a_part_that_fails_says_why_and_does_not_stop_the_others(
+    python: Python, tmp_path: Path
+) -> None:
     (tmp_path / "train.jsonl").touch()
     folders = ("--data", str(tmp_path), "--runs", str(tmp_path / "runs"))
     ended = python(BENCHMARK, "--tiny", "--parts", "standard,split", *folders, "trainer.nodes=2")
@@ -54,21 +56,41 @@ def test_times_and_shares_are_those_of_the_steps_after_the_first_two(
     folder = RunFolder(tmp_path)
     for step in (1, 2, 3, 4, 5):
         start_s = 10.0 * step
-        gen = Span("pool", "rollout", 0, "generate", start_s, start_s, start_s + 6, parts=(Part("fetch", 1.5),))
+        gen = Span(
+            "pool",
+            "rollout",
+            0,
+            "generate",
+            start_s,
+            start_s,
+            start_s + 6,
+            parts=(Part("fetch", 1.5),),
+        )
         update = Span("pool", "actor", 0, "update_actor", start_s, start_s + 7, start_s + 10)
         folder.add_spans([Recorded(step, "gen", gen), Recorded(step, "update_actor", update)])
         seconds = {"timing_s/step": 100.0 if step < 3 else 10.0, "timing_s/gen": 6.0}
-        folder.add_metrics(step, {**seconds, "pool/pool/peak_memory_gb": float(step), "pool/pool/utilization": 50.0})
+        folder.add_metrics(
+            step,
+            {**seconds, "pool/pool/peak_memory_gb": float(step), "pool/pool/utilization": 50.0},
+        )
     measured = module_of("ppo_step", monkeypatch).read_rolepool(tmp_path, 7.5)
     assert measured.seconds == {"step": 10.0, "gen": 6.0}
     assert (measured.torch_gib, measured.gpu_gib) == (5.0, 7.5)
-    assert (measured.shares.controller, measured.shares.fetch) == (pytest.approx(0.1), pytest.approx(0.15))
+    assert (measured.shares.controller, measured.shares.fetch) == (
+        pytest.approx(0.1),
+        pytest.approx(0.15),
+    )
     assert measured.shares.kernels == 0.5
 
 
-def test_no_kernel_runs_between_overlapping_ones_and_before_and_after_all(profile: ModuleType) -> None:
+def test_no_kernel_runs_between_overlapping_ones_and_before_and_after_all(
+    profile: ModuleType,
+) -> None:
     times = [(-5, 2), (10, 20), (12, 15), (18, 30), (30, 31), (50, 70)]
-    kernels = [profile.Activity(start, end, "kernel", f"k{number}") for number, (start, end) in enumerate(times)]
+    kernels = [
+        profile.Activity(start, end, "kernel", f"k{number}")
+        for number, (start, end) in enumerate(times)
+    ]
     gaps = list(profile.find_gaps(kernels, 100.0))
     assert [(gap.start_us, gap.end_us) for gap in gaps] == [(2, 10), (31, 50), (70, 100)]
     assert [(gap.after, gap.before) for gap in gaps[:2]] == [("k0", "k1"), ("k4", "k5")]
@@ -84,22 +106,42 @@ def test_traces_are_read_on_the_clock_of_spans(profile: ModuleType, tmp_path: Pa
         {"ph": "X", "cat": "ac2g", "name": "an arrow", "ts": 1500.0, "dur": 1.0},
         {"ph": "i", "cat": "kernel", "name": "a moment", "ts": 1500.0},
     ]
-    (tmp_path / "trace.json").write_text(json.dumps({"baseTimeNanoseconds": 7_000_000_000, "traceEvents": events}))
+    (tmp_path / "trace.json").write_text(
+        json.dumps({"baseTimeNanoseconds": 7_000_000_000, "traceEvents": events})
+    )
     early, late = profile.read_trace(tmp_path / "trace.json", start_s=7.001)
     assert (early.name, late.name) == ("early", "late")
     assert (late.start_us, late.end_us) == pytest.approx((1500.0, 1510.0))
     assert profile.meanwhile(profile.Gap(600.0, 700.0, "", ""), [early, late]) == "early"
-    assert profile.meanwhile(profile.Gap(2600.0, 2700.0, "", ""), [early, late]) == "no operator of torch's"
+    assert (
+        profile.meanwhile(profile.Gap(2600.0, 2700.0, "", ""), [early, late])
+        == "no operator of torch's"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_placements_train_and_are_compared_and_a_step_is_profiled(python: Python, tmp_path: Path) -> None:
+def test_placements_train_and_are_compared_and_a_step_is_profiled(
+    python: Python, tmp_path: Path
+) -> None:
     data, runs = tmp_path / "data", tmp_path / "runs"
-    options = ("--tiny", "--parts", "standard,split,idle", "--steps", "4", "--data", str(data), "--runs", str(runs))
+    options = (
+        "--tiny",
+        "--parts",
+        "standard,split,idle",
+        "--steps",
+        "4",
+        "--data",
+        str(data),
+        "--runs",
+        str(runs),
+    )
     ended = python(BENCHMARK, *options, timeout=800)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    config, tokenizer = AutoConfig.from_pretrained(data / "model"), AutoTokenizer.from_pretrained(data / "model")
+    config, tokenizer = (
+        AutoConfig.from_pretrained(data / "model"),
+        AutoTokenizer.from_pretrained(data / "model"),
+    )
     assert (len(tokenizer), str(config.dtype)) == (config.vocab_size, "torch.bfloat16")
 
     words = [line.split() for line in ended.stdout.splitlines() if line]

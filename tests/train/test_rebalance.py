@@ -1,4 +1,5 @@
-"""A run chooses its placement: its first steps are the calibration, then it moves to the placement that it chose."""
+"""A run chooses its placement: its first steps are the calibration, then it moves to the placement
+that it chose."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ from rolepool.trainer.console import Observer
 from rolepool.trainer.loop import Trainer
 
 STEPS = 14
-KEYS = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=8", "trainer.val_before_train=false"]
+KEYS = [
+    "trainer.n_gpus_per_node=2",
+    "ray_kwargs.ray_init.num_cpus=8",
+    "trainer.val_before_train=false",
+]
 KEYS += [f"trainer.total_training_steps={STEPS}", "data.val_files=null"]
 
 
@@ -56,7 +61,9 @@ def split_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def faster(*args: Any) -> list[Any]:
         found = [one for one in real(*args) if len(one.plan.pools) == 2]
-        return [moves.replace(one, step_s=one.step_s / 1000, low_s=one.low_s / 1000) for one in found]
+        return [
+            moves.replace(one, step_s=one.step_s / 1000, low_s=one.low_s / 1000) for one in found
+        ]
 
     real = searching.search
     monkeypatch.setattr(searching, "score_of", score)
@@ -67,7 +74,10 @@ def split_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
 def calibrate_and_move(demo: Demo, folder: Path) -> None:
     """A run that measures its first steps, chooses two pools, and moves there."""
     said = run(demo, folder, "placement.strategy=auto", "placement.rebalance=true").lines
-    assert any(line.startswith("placement: chose placement.strategy=split, predicted to take") for line in said)
+    assert any(
+        line.startswith("placement: chose placement.strategy=split, predicted to take")
+        for line in said
+    )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (move,) = [row["move"] for row in rows if "move" in row]
     assert move["after_step"] >= moves.NUM_CALIBRATION_STEPS

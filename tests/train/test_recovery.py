@@ -1,4 +1,5 @@
-"""A process dies, and training goes on: the rows of metrics are those of a run in which nothing died."""
+"""A process dies, and training goes on: the rows of metrics are those of a run in which nothing
+died."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.timeout(200)
-def test_training_goes_on_as_if_nothing_had_died(case: str, keys: list[str], expected: Any, tmp_path: Path) -> None:
+def test_training_goes_on_as_if_nothing_had_died(
+    case: str, keys: list[str], expected: Any, tmp_path: Path
+) -> None:
     outcome = chaos.run(tmp_path / "run", keys, case)
     assert outcome.seconds is not None, "the victim was not killed"
     assert outcome.rows == expected.rows
@@ -63,12 +66,17 @@ DEATHS |= {"actor1:checkpoint": 1, "rollout:sync": 12}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("cases", [list(DEATHS)[:2], pytest.param(list(DEATHS), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "cases", [list(DEATHS)[:2], pytest.param(list(DEATHS), marks=pytest.mark.slow)], ids=len
+)
 def test_training_goes_on_after_several_deaths_some_of_them_in_one_step(
     cases: list[str], keys: list[str], expected: Any, tmp_path: Path
 ) -> None:
     with ExitStack() as kills:
-        killed_s = {case: kills.enter_context(chaos.kill_at(*case.split(":"), DEATHS[case])) for case in cases}
+        killed_s = {
+            case: kills.enter_context(chaos.kill_at(*case.split(":"), DEATHS[case]))
+            for case in cases
+        }
         outcome = chaos.run(tmp_path / "run", [*keys, "trainer.max_restarts=6"])
     assert all(killed_s.values()), "a victim was not killed"
     assert outcome.rows == expected.rows
@@ -79,7 +87,9 @@ def test_training_goes_on_after_several_deaths_some_of_them_in_one_step(
 
 
 @pytest.mark.slow
-def test_without_snapshots_training_goes_on_from_the_checkpoint(keys: list[str], expected: Any, tmp_path: Path) -> None:
+def test_without_snapshots_training_goes_on_from_the_checkpoint(
+    keys: list[str], expected: Any, tmp_path: Path
+) -> None:
     more = ["trainer.snapshot_freq=-1", "trainer.save_freq=1"]
     outcome = chaos.run(tmp_path / "run", [*keys, *more], "critic:update")
     rows = [row for row in outcome.rows if "timing_s/save_checkpoint" not in row]
@@ -88,7 +98,11 @@ def test_without_snapshots_training_goes_on_from_the_checkpoint(keys: list[str],
 
 @pytest.mark.timeout(200)
 def test_snapshots_that_have_no_room_or_are_removed_come_back_and_then_a_process_may_die(
-    keys: list[str], expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    keys: list[str],
+    expected: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     take, num_takes = Snapshots.take, count()
     pattern = f"rolepool-{os.getpid()}-*"
@@ -108,13 +122,17 @@ def test_snapshots_that_have_no_room_or_are_removed_come_back_and_then_a_process
     with chaos.kill_at("critic", "update", 4) as killed_s:
         outcome = chaos.run(tmp_path / "run", [*keys, "trainer.save_freq=-1"])
     assert killed_s, "the victim was not killed"
-    warnings = [record.getMessage() for record in caplog.records if "snapshots" in record.getMessage()]
+    warnings = [
+        record.getMessage() for record in caplog.records if "snapshots" in record.getMessage()
+    ]
     assert len(warnings) == 2
     assert "1.0 EiB" in warnings[0]
     assert "are lost; new ones are taken" in warnings[1]
     (restart,) = outcome.restarts
     assert (restart["pools"], restart["repeated_from_step"]) == (["critic_pool"], 4)
-    assert [row for row in outcome.rows if len(row) > 2] == [row for row in expected.rows if len(row) > 2]
+    assert [row for row in outcome.rows if len(row) > 2] == [
+        row for row in expected.rows if len(row) > 2
+    ]
     assert not list(Path("/dev/shm").glob(pattern))
 
 

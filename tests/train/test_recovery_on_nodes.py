@@ -1,4 +1,5 @@
-"""A process dies on one of two nodes, and training goes on: the rows are those of a run in which nothing died."""
+"""A process dies on one of two nodes, and training goes on: the rows are those of a run in which
+nothing died."""
 
 from __future__ import annotations
 
@@ -47,8 +48,12 @@ def snapshots_left() -> set[Path]:
     return set(left_behind(SHARED_MEMORY.glob("rolepool-*")))
 
 
-@pytest.mark.parametrize("case", ["actor1:update", "critic:generation", "actor0:sync", "actor1:snapshot"])
-def test_training_goes_on_as_if_nothing_had_died(case: str, keys: list[str], expected: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", ["actor1:update", "critic:generation", "actor0:sync", "actor1:snapshot"]
+)
+def test_training_goes_on_as_if_nothing_had_died(
+    case: str, keys: list[str], expected: Any, tmp_path: Path
+) -> None:
     for folder in snapshots_left():  # so that only those of this run count
         shutil.rmtree(folder, ignore_errors=True)
     outcome = chaos.run(tmp_path / "run", keys, case)
@@ -62,14 +67,20 @@ def test_training_goes_on_as_if_nothing_had_died(case: str, keys: list[str], exp
 def test_the_only_node_of_the_plan_may_be_another_than_the_drivers(
     keys: list[str], expected: Any, tmp_path: Path
 ) -> None:
-    outcome = chaos.run(tmp_path / "run", [*keys, *SECOND_NODE.split(), "trainer.save_freq=-1"], "critic:update")
+    outcome = chaos.run(
+        tmp_path / "run", [*keys, *SECOND_NODE.split(), "trainer.save_freq=-1"], "critic:update"
+    )
     (restart,) = outcome.restarts
     assert restart["repeated_from_step"] == 2
-    losses = [[row for row in rows if "actor/pg_loss" in row] for rows in (outcome.rows, expected.rows)]
+    losses = [
+        [row for row in rows if "actor/pg_loss" in row] for rows in (outcome.rows, expected.rows)
+    ]
     assert losses[0] == losses[1]
 
 
-def test_another_node_takes_the_place_of_a_lost_one(keys: list[str], expected: Any, tmp_path: Path) -> None:
+def test_another_node_takes_the_place_of_a_lost_one(
+    keys: list[str], expected: Any, tmp_path: Path
+) -> None:
     outcome = chaos.run(tmp_path / "run", keys, "node:update")
     assert outcome.restarts
     assert outcome.rows == expected.rows
@@ -78,8 +89,14 @@ def test_another_node_takes_the_place_of_a_lost_one(keys: list[str], expected: A
 def test_pools_are_planned_again_on_the_nodes_that_are_left(
     keys: list[str], expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(chaos.VICTIMS, "node", ("critic_pool", 1))  # rank 0 is on the node of the driver
-    shrinking = ["placement.on_node_loss=shrink", "trainer.n_gpus_per_node=1", "placement.strategy=split"]
+    monkeypatch.setitem(
+        chaos.VICTIMS, "node", ("critic_pool", 1)
+    )  # rank 0 is on the node of the driver
+    shrinking = [
+        "placement.on_node_loss=shrink",
+        "trainer.n_gpus_per_node=1",
+        "placement.strategy=split",
+    ]
     removed = [key for key in keys if not key.startswith(("placement.", "trainer.n"))]
     more = ["trainer.nnodes=2", "placement.split.share=0.5", *shrinking]
     outcome = chaos.run(tmp_path / "run", [*removed, *more], "node:update")

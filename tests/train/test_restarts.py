@@ -1,4 +1,5 @@
-"""What ends a run from outside: kills of the driver and of Ray, and signals to the whole process group."""
+"""What ends a run from outside: kills of the driver and of Ray, and signals to the whole process
+group."""
 
 from __future__ import annotations
 
@@ -28,7 +29,14 @@ TIMEOUT_S = 120
 def start(
     demo: Demo, folder: Path, *more: str, wrapper: tuple[str, ...] = (), **options: object
 ) -> subprocess.Popen[str]:
-    command = [*wrapper, sys.executable, "-m", "rolepool", "train", *small_keys(demo, folder, *STEPS, *more)]
+    command = [
+        *wrapper,
+        sys.executable,
+        "-m",
+        "rolepool",
+        "train",
+        *small_keys(demo, folder, *STEPS, *more),
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, **pipes, **options)  # type: ignore[call-overload, no-any-return]
 
@@ -43,7 +51,9 @@ def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
 def processes_of(run: subprocess.Popen[str]) -> dict[str, psutil.Process]:
     """The driver, and Ray's processes by name."""
     command = psutil.Process(run.pid)
-    return {"driver": command.children()[0]} | {process.name(): process for process in command.children(recursive=True)}
+    return {"driver": command.children()[0]} | {
+        process.name(): process for process in command.children(recursive=True)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -87,23 +97,37 @@ def test_a_kill_is_named_in_a_line_and_the_run_continues_with_the_same_numbers(
 def test_a_signal_to_the_process_group_saves_the_step(
     number: signal.Signals, code: int, demo: Demo, tmp_path: Path
 ) -> None:
-    run = start(demo, tmp_path, "trainer.total_training_steps=5000", "trainer.save_freq=5000", process_group=0)
+    run = start(
+        demo,
+        tmp_path,
+        "trainer.total_training_steps=5000",
+        "trainer.save_freq=5000",
+        process_group=0,
+    )
     wait_for_step(run, tmp_path, 2)
     os.killpg(run.pid, number)
     output, _ = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == code, output
-    assert "was finished and saved; the same command resumes from it" in output and "Traceback" not in output
+    assert (
+        "was finished and saved; the same command resumes from it" in output
+        and "Traceback" not in output
+    )
 
 
 @pytest.mark.slow
 def test_timeout_ends_a_run_as_sigterm_does(demo: Demo, tmp_path: Path) -> None:
     more = ["trainer.total_training_steps=100000", "trainer.save_freq=100000"]
-    run = start(demo, tmp_path, *more, wrapper=("timeout", "--preserve-status", "-s", "TERM", "3600"))
+    run = start(
+        demo, tmp_path, *more, wrapper=("timeout", "--preserve-status", "-s", "TERM", "3600")
+    )
     wait_for_step(run, tmp_path, 2)
     run.send_signal(signal.SIGALRM)  # the signal that `timeout` gets when the time is up
     output, _ = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 143, output
-    assert "was finished and saved; the same command resumes from it" in output and "Traceback" not in output
+    assert (
+        "was finished and saved; the same command resumes from it" in output
+        and "Traceback" not in output
+    )
 
 
 def test_ray_that_starts_too_slowly_is_started_again_with_a_longer_limit() -> None:
@@ -116,10 +140,17 @@ def test_ray_that_starts_too_slowly_is_started_again_with_a_longer_limit() -> No
     )
     limit = {**os.environ, "RAY_gcs_server_port_wait_time_s": "0"}
     ended = subprocess.run(
-        [sys.executable, "-c", program], env=limit, capture_output=True, text=True, timeout=TIMEOUT_S
+        [sys.executable, "-c", program],
+        env=limit,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     assert ended.stdout == "True\n", ended.stderr
-    assert "trying once more with a longer time limit" in ended.stderr and "Traceback" not in ended.stderr
+    assert (
+        "trying once more with a longer time limit" in ended.stderr
+        and "Traceback" not in ended.stderr
+    )
 
 
 FAILS_IN_THE_RUN = """
@@ -136,11 +167,19 @@ def pools(config, gpus_per_node):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_moves_when_another_process_asks_it(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_moves_when_another_process_asks_it(
+    demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
     (tmp_path / "fails_in_the_run.py").write_text(FAILS_IN_THE_RUN, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    run = start(demo, folder, "trainer.n_gpus_per_node=2", "trainer.total_training_steps=1000", "trainer.save_freq=-1")
+    run = start(
+        demo,
+        folder,
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=1000",
+        "trainer.save_freq=-1",
+    )
 
     def ask(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "rolepool", "move", str(folder), *words]
@@ -158,7 +197,10 @@ def test_a_run_moves_when_another_process_asks_it(demo: Demo, tmp_path: Path, mo
         answer = ask("placement.strategy=split")
         assert answer.returncode == 0, answer.stderr
         assert "s: waiting for the end of the current step" in answer.stderr
-        assert "s: starting processes for actor_rollout_ref_pool [1] and critic_pool [1]" in answer.stderr
+        assert (
+            "s: starting processes for actor_rollout_ref_pool [1] and critic_pool [1]"
+            in answer.stderr
+        )
         assert "global_pool [2] -> actor_rollout_ref_pool [1] and critic_pool [1]" in answer.stdout
         step = last_step(folder)
         wait_for_step(run, folder, step + 3)

@@ -1,4 +1,5 @@
-"""Stopped and resumed, a run goes on as if it had never stopped: bit for bit, or closely under another placement."""
+"""Stopped and resumed, a run goes on as if it had never stopped: bit for bit, or closely under
+another placement."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def used(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "used"))
 
 
-def test_a_run_that_lost_its_last_steps_does_them_again_bit_for_bit(demo: Demo, whole: Path, used: Path) -> None:
+def test_a_run_that_lost_its_last_steps_does_them_again_bit_for_bit(
+    demo: Demo, whole: Path, used: Path
+) -> None:
     shutil.rmtree(used / "checkpoints" / "step_000004")
     with (used / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "critic/sc')  # cut off by a crash
@@ -57,7 +60,10 @@ def test_a_run_that_lost_its_last_steps_does_them_again_bit_for_bit(demo: Demo, 
     assert rows_of(used) == rows_of(whole)
     for role in ("actor", "critic"):
         for file in sorted((whole / "checkpoints" / "step_000004" / role).glob("*.safetensors")):
-            before, after = load_file(file), load_file(used / "checkpoints" / "step_000004" / role / file.name)
+            before, after = (
+                load_file(file),
+                load_file(used / "checkpoints" / "step_000004" / role / file.name),
+            )
             assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -102,10 +108,15 @@ def test_an_exported_checkpoint_is_a_model_that_transformers_loads(
     (tmp_path / "file").touch()
     assert main(["export", str(whole), str(tmp_path / "file" / "model")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {tmp_path}/file/model: cannot be written (") and error.count("\n") == 1
+    assert (
+        error.startswith(f"error: {tmp_path}/file/model: cannot be written (")
+        and error.count("\n") == 1
+    )
 
 
-def test_a_new_run_in_a_used_folder_sets_the_old_one_aside(demo: Demo, whole: Path, used: Path) -> None:
+def test_a_new_run_in_a_used_folder_sets_the_old_one_aside(
+    demo: Demo, whole: Path, used: Path
+) -> None:
     (used / "notes.txt").write_text("mine")
     train(demo, used, *ONE_RANK, "trainer.total_training_steps=1", "trainer.resume_mode=disable")
     assert [row["step"] for row in rows_of(used)] == [0, 1]
@@ -115,7 +126,9 @@ def test_a_new_run_in_a_used_folder_sets_the_old_one_aside(demo: Demo, whole: Pa
 
 
 @pytest.mark.parametrize("resume", ["auto", "disable"])
-def test_a_start_that_fails_leaves_the_earlier_run_as_it_was(demo: Demo, used: Path, resume: str) -> None:
+def test_a_start_that_fails_leaves_the_earlier_run_as_it_was(
+    demo: Demo, used: Path, resume: str
+) -> None:
     shutil.rmtree(used / "checkpoints" / "step_000004")
     before = files_of(used)
     with pytest.raises(PlacementError):
@@ -124,10 +137,16 @@ def test_a_start_that_fails_leaves_the_earlier_run_as_it_was(demo: Demo, used: P
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
-def test_a_start_that_fails_leaves_no_new_folder(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_leaves_no_new_folder(
+    demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(PlacementError):
         train(demo, tmp_path / "run", *STEPS, *TOO_MANY_RANKS)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -150,8 +169,13 @@ def test_a_validation_of_something_else_does_not_set_a_run_aside(
 ) -> None:
     keys = ["trainer.val_only=true", "trainer.resume_mode=disable", *TOO_MANY_RANKS]
     assert main(["train", *small_keys(demo, used, *STEPS, *keys)]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
-    assert line.startswith("error: trainer.val_only=true: ") and f"trainer.default_local_dir={used} holds a run" in line
+    (line,) = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")
+    ]
+    assert (
+        line.startswith("error: trainer.val_only=true: ")
+        and f"trainer.default_local_dir={used} holds a run" in line
+    )
     assert rows_of(used) == rows_of(whole)
 
 
@@ -161,8 +185,12 @@ def test_a_checkpoint_without_the_critic_that_is_wanted_is_not_passed_over(
     newest = used / "checkpoints" / "step_000004"
     shutil.rmtree(newest / "critic")
     assert main(["train", *small_keys(demo, used, *STEPS, *TOO_MANY_RANKS)]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
-    assert line.startswith(f"error: trainer.resume_mode=auto: the newest checkpoint, {newest}, has no critic; ")
+    (line,) = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")
+    ]
+    assert line.startswith(
+        f"error: trainer.resume_mode=auto: the newest checkpoint, {newest}, has no critic; "
+    )
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again(
@@ -172,8 +200,12 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again(
         hashes.write_text("")
     before = files_of(used)
     assert main(["train", *small_keys(demo, used, *STEPS, *SPLIT)]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
-    assert lines[0].startswith(f"error: trainer.resume_mode=auto: all 2 checkpoints of {used} cannot be used")
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")
+    ]
+    assert lines[0].startswith(
+        f"error: trainer.resume_mode=auto: all 2 checkpoints of {used} cannot be used"
+    )
     damaged = [used / "checkpoints" / f"step_{step:06d}" / "trainer.json" for step in (4, 2)]
     for line, file in zip(lines[1:], damaged, strict=True):
         assert f"{file}: damaged, because no list has its hash" in line
@@ -183,15 +215,23 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again(
 def test_a_save_that_fails_leaves_nothing_behind(demo: Demo, tmp_path: Path) -> None:
     class InTheWay(Observer):
         def on_row(self, step: int, metrics: dict[str, float]) -> None:
-            """A file is where the save, which comes next, moves an older folder of the same step."""
+            """A file is where the save, which comes next, moves an older folder of the same
+            step."""
             (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
             (tmp_path / "checkpoints" / f".tmp-replaced-step_{step:06d}").touch()
 
-    keys = [*ONE_RANK, "trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.val_before_train=false"]
+    keys = [
+        *ONE_RANK,
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=1",
+        "trainer.val_before_train=false",
+    ]
     trainer = Trainer(load_config([], small_keys(demo, tmp_path, *keys)))
     trainer.observer = InTheWay()
     with pytest.raises(NotADirectoryError):
         trainer.run()
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert left == [".tmp-replaced-step_000001", "step_000001"], "nothing that the failed save wrote"
+    assert left == [".tmp-replaced-step_000001", "step_000001"], (
+        "nothing that the failed save wrote"
+    )
     assert list((tmp_path / "checkpoints" / "step_000001").iterdir()) == []

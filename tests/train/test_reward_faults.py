@@ -28,7 +28,11 @@ def train(demo: Demo, folder: Path, code: str, *more: str) -> subprocess.Complet
     """A run of two steps from the command line, as a user starts it."""
     (folder / "mine.py").write_text(REWARD.format(code=code), encoding="utf-8")
     keys = small_keys(
-        demo, folder / "run", *ONE_RANK, "trainer.total_training_steps=2", "trainer.val_before_train=false"
+        demo,
+        folder / "run",
+        *ONE_RANK,
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
     )
     keys += [f"custom_reward_function.path={folder / 'mine.py'}", *more]
     command = [sys.executable, "-m", "rolepool.trainer.main_ppo", *keys]
@@ -42,7 +46,10 @@ def test_a_function_that_wants_to_end_the_program_is_an_error_that_names_the_row
 ) -> None:
     ended = train(demo, tmp_path, f"if len(seen) == 40: {code}")
     assert ended.returncode == 2
-    assert f"error: custom_reward_function.path={tmp_path / 'mine.py'}: compute_score: " in ended.stderr
+    assert (
+        f"error: custom_reward_function.path={tmp_path / 'mine.py'}: compute_score: "
+        in ended.stderr
+    )
     assert "at mine.py:8: , for " in ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -58,14 +65,24 @@ def test_a_run_goes_on_after_samples_that_fail_and_a_flood_of_lines_is_only_in_a
     if len(seen) == 3 and not os.path.exists({str(marker)!r}):
         open({str(marker)!r}, "w").close()
         sum(range(10**13))"""
-    ended = train(demo, tmp_path, code, "custom_reward_function.timeout_s=2", "custom_reward_function.on_error=zero")
+    ended = train(
+        demo,
+        tmp_path,
+        code,
+        "custom_reward_function.timeout_s=2",
+        "custom_reward_function.on_error=zero",
+    )
     assert ended.returncode == 0, ended.stderr
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [step["reward/failed/mean"] for step in steps] == [1 / 32, 0]
     assert "no score after custom_reward_function.timeout_s=2, for " in ended.stdout + ended.stderr
     assert ended.stdout.count("a line") < 2_000
     assert "more lines are not shown here; all lines are in" in ended.stdout
-    assert (tmp_path / "run" / "logs" / "reward_cpu-0.log").read_text().count("a line") >= 64 * 20_000
+    assert (tmp_path / "run" / "logs" / "reward_cpu-0.log").read_text().count(
+        "a line"
+    ) >= 64 * 20_000
 
 
 JUDGES = """
@@ -82,7 +99,9 @@ def lengths(prompts, completions, **kwargs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 16])
-def test_a_run_with_async_functions_and_functions_of_batches(demo: Demo, tmp_path: Path, concurrency: int) -> None:
+def test_a_run_with_async_functions_and_functions_of_batches(
+    demo: Demo, tmp_path: Path, concurrency: int
+) -> None:
     (tmp_path / "mine.py").write_text(JUDGES, encoding="utf-8")
     keys = small_keys(demo, tmp_path / "run", *ONE_RANK, "trainer.total_training_steps=2")
     names = ",".join(f"{tmp_path / 'mine.py'}:{name}" for name in ("judge", "lengths"))
@@ -90,7 +109,9 @@ def test_a_run_with_async_functions_and_functions_of_batches(demo: Demo, tmp_pat
     keys += [f"trainer.rollout_data_dir={tmp_path / 'samples'}"]
     command = [sys.executable, "-m", "rolepool.trainer.main_ppo", *keys]
     subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    samples = [json.loads(line) for line in (tmp_path / "samples" / "1.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (tmp_path / "samples" / "1.jsonl").read_text().splitlines()
+    ]
     assert len(samples) == 32
     for sample in samples:
         text = sample["output"]

@@ -28,7 +28,9 @@ def random_words(seed: int) -> list[str]:
     homes = [*pools, *numbers.choices(pools, k=len(ROLES) - len(pools))]
     numbers.shuffle(homes)
     placed = [f"placement.roles.{role}={home}" for role, home in zip(ROLES, homes, strict=True)]
-    algorithm = numbers.choice(["algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_loss=true"])
+    algorithm = numbers.choice(
+        ["algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_loss=true"]
+    )
     return [
         algorithm,
         "placement.strategy=custom",
@@ -42,11 +44,19 @@ def random_words(seed: int) -> list[str]:
 
 
 def run_side_by_side(one: list[Span], other: list[Span]) -> bool:
-    return any(first.start_s < second.end_s and second.start_s < first.end_s for first in one for second in other)
+    return any(
+        first.start_s < second.end_s and second.start_s < first.end_s
+        for first in one
+        for second in other
+    )
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
-def test_dependent_operations_never_overlap_under_a_random_placement(demo: Demo, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))]
+)
+def test_dependent_operations_never_overlap_under_a_random_placement(
+    demo: Demo, tmp_path: Path, seed: int
+) -> None:
     words = small_keys(demo, tmp_path, *random_words(seed))
     loaded = load_config([], words)
     Trainer(loaded).run()
@@ -55,7 +65,9 @@ def test_dependent_operations_never_overlap_under_a_random_placement(demo: Demo,
     for step, operation, span in read_run(tmp_path).spans:
         spans.setdefault((step, operation), []).append(span)
     names = list(dict.fromkeys(call.operation for call in schedule.calls))
-    independent = {frozenset((first.operation, second.operation)) for first, second in schedule.independent}
+    independent = {
+        frozenset((first.operation, second.operation)) for first, second in schedule.independent
+    }
     num_dependent = 0
     for step in range(1, STEPS):
         of_step = {name: spans[step, name] for name in names if name != "next_gen"} | {

@@ -1,4 +1,5 @@
-"""Steps in which no response has a token, as an engine of the user may return them: nothing is learned from them."""
+"""Steps in which no response has a token, as an engine of the user may return them: nothing is
+learned from them."""
 
 from __future__ import annotations
 
@@ -36,8 +37,13 @@ pytestmark = pytest.mark.usefixtures("one_ray")
     "more",
     [
         ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.ppo_epochs=2"],
-        pytest.param(["trainer.n_gpus_per_node=2", "algorithm.adv_estimator=grpo"], marks=pytest.mark.slow),
-        pytest.param(["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"], marks=pytest.mark.slow),
+        pytest.param(
+            ["trainer.n_gpus_per_node=2", "algorithm.adv_estimator=grpo"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["gae", "two ranks", "penalty in the reward"],
 )
@@ -48,7 +54,11 @@ def test_a_run_goes_on_after_a_step_in_which_no_response_has_a_token(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     words = [*ONE_RANK, "actor_rollout_ref.rollout.name=silent_engine:SilentEngine", *more]
-    words += ["trainer.total_training_steps=3", "trainer.max_bad_steps=1", "trainer.val_before_train=false"]
+    words += [
+        "trainer.total_training_steps=3",
+        "trainer.max_bad_steps=1",
+        "trainer.val_before_train=false",
+    ]
     words += ["data.val_files=[]", "actor_rollout_ref.rollout.calculate_log_probs=true"]
     Trainer(load_config([], small_keys(demo, tmp_path / "run", *words))).run()
     before, silent, after = rows_of(tmp_path / "run")
@@ -59,4 +69,6 @@ def test_a_run_goes_on_after_a_step_in_which_no_response_has_a_token(
     assert (silent["response/aborted_ratio"], silent["response_length/mean"]) == (1, 0)
     assert "critic/score/mean" in before and "critic/score/mean" not in silent
     assert "actor/grad_norm" in before and "actor/grad_norm" not in silent
-    assert all(value == value for row in (before, silent, after) for value in row.values()), "no metric is NaN"
+    assert all(value == value for row in (before, silent, after) for value in row.values()), (
+        "no metric is NaN"
+    )

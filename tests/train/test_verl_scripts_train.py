@@ -1,4 +1,5 @@
-"""Key lists of verl's launch scripts train here: models, data and sizes are the demo's, everything else is theirs."""
+"""Key lists of verl's launch scripts train here: models, data and sizes are the demo's, everything
+else is theirs."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import pytest
 from rolepool.data.demo import Demo
 from rolepool.trainer import main_ppo
 
-SCRIPTS: dict[str, list[str]] = json.loads((Path(__file__).parents[1] / "verl_scripts.json").read_text())
+SCRIPTS: dict[str, list[str]] = json.loads(
+    (Path(__file__).parents[1] / "verl_scripts.json").read_text()
+)
 
 
 def scaled_down(demo: Demo, folder: Path) -> list[str]:
@@ -59,7 +62,9 @@ def test_a_script_trains_two_steps_after_replacing_the_launcher(
     monkeypatch.chdir(tmp_path)
     code = main_ppo.main([*SCRIPTS[script], *scaled_down(demo, tmp_path / "run")])
     assert code == 0, capsys.readouterr().err[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if logged in row]
     assert [row["training/global_step"] for row in steps] == [1, 2]
     assert all(row["actor/grad_norm"] > 0 for row in steps)

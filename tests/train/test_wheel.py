@@ -1,4 +1,5 @@
-"""`pip install rolepool`: the wheel, installed outside the checkout, has all that the first commands need."""
+"""`pip install rolepool`: the wheel, installed outside the checkout, has all that the first
+commands need."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture
 def program(root: Path, tmp_path: Path) -> Path:
-    """`rolepool` of an environment that has the wheel, and sees all other packages of this environment."""
+    """`rolepool` of an environment that has the wheel, and sees all other packages of this
+    environment."""
     source, wheels, environment = tmp_path / "source", tmp_path / "wheels", tmp_path / "environment"
     skipped = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for folder in ("src", "recipes"):
@@ -38,21 +40,44 @@ def program(root: Path, tmp_path: Path) -> Path:
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / file, source)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source, cwd=tmp_path)
+    run(
+        *pip,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        wheels,
+        source,
+        cwd=tmp_path,
+    )
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
     (site_packages,) = environment.glob("lib/python*/site-packages")
-    # Paths from a .pth file come after the environment's own packages, and their own .pth files are not read.
+    # Paths from a .pth file come after the environment's own packages, and their own .pth files are
+    # not read.
     (site_packages / "other_packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (wheel,) = wheels.glob("rolepool-*.whl")
-    run(*pip, "--python", environment / "bin/python", "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    run(
+        *pip,
+        "--python",
+        environment / "bin/python",
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=tmp_path,
+    )
     return environment / "bin" / "rolepool"
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_plans_and_trains_the_demo_in_an_empty_folder(program: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_plans_and_trains_the_demo_in_an_empty_folder(
+    program: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
-    shown = run(program.parent / "python", "-c", "import rolepool; print(rolepool.__file__)", cwd=folder)
+    shown = run(
+        program.parent / "python", "-c", "import rolepool; print(rolepool.__file__)", cwd=folder
+    )
     assert Path(shown.strip()).is_relative_to(tmp_path)
     assert "demo_split " in run(program, "recipes", cwd=folder)
     assert "2 pools on 2 of 2 CPU slots" in run(program, "plan", "demo_split", cwd=folder)

@@ -40,7 +40,8 @@ def small_keys(demo: Demo, folder: Path, *more: str) -> list[str]:
 
 
 def train(demo: Demo, folder: Path, *more: str) -> None:
-    """In float64, so that no two tokens are so close that rounding, which depends on the placement, decides."""
+    """In float64, so that no two tokens are so close that rounding, which depends on the placement,
+    decides."""
     Trainer(load_config([], small_keys(demo, folder, *more)), torch.float64).run()
 
 
@@ -48,5 +49,6 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl without what is measured: times, and what is computed from them."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(MEASURED)} for line in lines
+        {name: value for name, value in json.loads(line).items() if not name.startswith(MEASURED)}
+        for line in lines
     ]

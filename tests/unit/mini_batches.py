@@ -1,4 +1,5 @@
-"""Mini-batches for the tests of losses: random ones, cut up in many ways, and plain loops over their tokens."""
+"""Mini-batches for the tests of losses: random ones, cut up in many ways, and plain loops over
+their tokens."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -12,12 +13,19 @@ from rolepool.config import load_config
 from rolepool.config.functions import policy_losses
 from rolepool.config.model_keys import ActorConfig
 
-MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 LOW, HIGH, COV_LOW, COV_HIGH, KL_COEF = 0.2, 0.28, 0.05, 1.5, 0.7
 
 
 class MiniBatch(NamedTuple):
-    """Columns of [rows, tokens]; `old`, `advantages` and `returns` are data, `new` is what has a gradient."""
+    """Columns of [rows, tokens]; `old`, `advantages` and `returns` are data, `new` is what has a
+    gradient."""
 
     old: Tensor
     new: Tensor
@@ -33,18 +41,32 @@ Loss = Callable[[MiniBatch, str, LossCounts | None], tuple[Tensor, dict[str, Ten
 
 @cache
 def actor_keys(*overrides: str) -> ActorConfig:
-    """The actor's section of the config, with clip ranges that the random mini-batches leave on both sides."""
-    policy_loss = [f"clip_cov_lb={COV_LOW}", f"clip_cov_ub={COV_HIGH}", "clip_cov_ratio=1", "kl_cov_ratio=0.2"]
+    """The actor's section of the config, with clip ranges that the random mini-batches leave on
+    both sides."""
+    policy_loss = [
+        f"clip_cov_lb={COV_LOW}",
+        f"clip_cov_ub={COV_HIGH}",
+        "clip_cov_ratio=1",
+        "kl_cov_ratio=0.2",
+    ]
     policy_loss += [f"ppo_kl_coef={KL_COEF}", *overrides]
-    keys = [f"clip_ratio_low={LOW}", f"clip_ratio_high={HIGH}", *(f"policy_loss.{key}" for key in policy_loss)]
-    return load_config([], [f"actor_rollout_ref.actor.{key}" for key in keys]).config.actor_rollout_ref.actor
+    keys = [
+        f"clip_ratio_low={LOW}",
+        f"clip_ratio_high={HIGH}",
+        *(f"policy_loss.{key}" for key in policy_loss),
+    ]
+    return load_config(
+        [], [f"actor_rollout_ref.actor.{key}" for key in keys]
+    ).config.actor_rollout_ref.actor
 
 
 def loss_named(name: str, *overrides: str) -> Loss:
     """The policy loss of this name in the config, called as the actor calls it."""
     keys = actor_keys(*overrides)
 
-    def loss_of(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_of(
+        batch: MiniBatch, mode: str, counts: LossCounts | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = policy_losses.find(name)(
             old_log_prob=batch.old,
             log_prob=batch.new,
@@ -64,7 +86,8 @@ def loss_named(name: str, *overrides: str) -> Loss:
 
 
 def random_mini_batch(seed: int, rows: int = 10, width: int = 7) -> MiniBatch:
-    """Ragged rows with holes, ratios on all sides of every clip; the third row and the last are padding."""
+    """Ragged rows with holes, ratios on all sides of every clip; the third row and the last are
+    padding."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
     mask = (torch.arange(width) < lengths) & (torch.rand(rows, width, generator=generator) < 0.7)
@@ -74,7 +97,9 @@ def random_mini_batch(seed: int, rows: int = 10, width: int = 7) -> MiniBatch:
     return MiniBatch(old, new, advantages, mask.long())
 
 
-def gradient_of(loss_of: Loss, batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> Tensor:
+def gradient_of(
+    loss_of: Loss, batch: MiniBatch, mode: str, counts: LossCounts | None = None
+) -> Tensor:
     new = batch.new.clone().requires_grad_()
     loss, metrics = loss_of(batch._replace(new=new), mode, counts)
     assert not any(metric.requires_grad for metric in metrics.values())
@@ -100,7 +125,8 @@ def kept_tokens(batch: MiniBatch) -> Iterator[list[tuple[float, float, float]]]:
 
 
 def cut_up(batch: MiniBatch, seed: int) -> Iterator[tuple[Tensor, MiniBatch]]:
-    """Micro-batches of random rows and sizes, each as narrow as its rows allow, some with more padding rows."""
+    """Micro-batches of random rows and sizes, each as narrow as its rows allow, some with more
+    padding rows."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(batch.mask), generator=generator)
     while len(order):
@@ -111,7 +137,8 @@ def cut_up(batch: MiniBatch, seed: int) -> Iterator[tuple[Tensor, MiniBatch]]:
         part = MiniBatch(*(column[:, :width] for column in part))
         if torch.rand((), generator=generator) < 0.5:
             padding = MiniBatch(
-                *(torch.full_like(column[:1], 77) for column in part[:3]), torch.zeros_like(part.mask[:1])
+                *(torch.full_like(column[:1], 77) for column in part[:3]),
+                torch.zeros_like(part.mask[:1]),
             )
             part = MiniBatch(*(torch.cat(columns) for columns in zip(part, padding, strict=True)))
         yield rows, part

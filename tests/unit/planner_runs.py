@@ -1,4 +1,5 @@
-"""Recordings for tests of the planner: the schedule of a step, with spans whose times follow costs that are known."""
+"""Recordings for tests of the planner: the schedule of a step, with spans whose times follow costs
+that are known."""
 
 from __future__ import annotations
 
@@ -44,11 +45,15 @@ def config_of(words: str = "") -> Config:
 def random_costs(seed: int) -> dict[str, tuple[float, ...]]:
     """Costs of which each is up to ten times as large or as small as usual."""
     chance = random.Random(seed)
-    return {name: tuple(cost * 10 ** chance.uniform(-1, 1) for cost in costs) for name, costs in COSTS.items()}
+    return {
+        name: tuple(cost * 10 ** chance.uniform(-1, 1) for cost in costs)
+        for name, costs in COSTS.items()
+    }
 
 
 def parts_of_call(operation: str, config: Config, num_rows: int) -> list[tuple[str, Work]]:
-    """The work of one call on a rank with so many rows. All prompts and responses have their largest length."""
+    """The work of one call on a rank with so many rows. All prompts and responses have their
+    largest length."""
     length = PROMPT + RESPONSE
     tokens = num_rows * length
     if operation == "gen":
@@ -56,7 +61,9 @@ def parts_of_call(operation: str, config: Config, num_rows: int) -> list[tuple[s
         decode = Work(steps, steps * num_rows, steps * num_rows * (PROMPT + RESPONSE // 2))
         return [("prefill", Work(1, num_rows * PROMPT, num_rows * PROMPT**2)), ("decode", decode)]
     if operation.startswith("update_") and operation != "update_weights":
-        num_batches = config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
+        num_batches = (
+            config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
+        )
         pieces = num_batches * -(-num_rows // num_batches // MICRO_ROWS)
         whole = Work(pieces, tokens, tokens * length)
         return [("forward", whole), ("backward", whole), ("optimizer", Work(num_batches))]
@@ -70,7 +77,12 @@ def seconds_of(work: Work, costs: Sequence[float], ranks: int) -> float:
 
 
 def record(
-    words: str = "", *, costs: Costs = COSTS, num_steps: int = 4, noise: float = 0.0, gap_s: float = 0.002
+    words: str = "",
+    *,
+    costs: Costs = COSTS,
+    num_steps: int = 4,
+    noise: float = 0.0,
+    gap_s: float = 0.002,
 ) -> Recording:
     """A run with these keys, in which every call starts `gap_s` after what it waits for."""
     config = config_of(words)
@@ -87,13 +99,26 @@ def record(
             pools = {plan.roles.get(one, RULE_POOL) for one in call.roles} or {DRIVER}
             after = first_after if position == 0 else [step * 100 + one for one in call.after]
             known = {one.span.call: one.span.end_s for one in spans}
-            start_s = max([*(known.get(one, 0.0) for one in after), *(free[pool] for pool in pools)]) + gap_s
-            queued_s = min(free[DRIVER], start_s)  # the driver makes calls as soon as it has estimated advantages
+            start_s = (
+                max([*(known.get(one, 0.0) for one in after), *(free[pool] for pool in pools)])
+                + gap_s
+            )
+            queued_s = min(
+                free[DRIVER], start_s
+            )  # the driver makes calls as soon as it has estimated advantages
             for pool in pools:
-                for recorded in _ranks(call.operation, role or "trainer", pool, config, plan, costs):
+                for recorded in _ranks(
+                    call.operation, role or "trainer", pool, config, plan, costs
+                ):
                     factor = 1 + noise * chance.uniform(-1, 1)
-                    parts = tuple(part._replace(seconds=part.seconds * factor) for part in recorded.parts)
-                    times = {"queued_s": queued_s, "start_s": start_s, "end_s": start_s + recorded.end_s * factor}
+                    parts = tuple(
+                        part._replace(seconds=part.seconds * factor) for part in recorded.parts
+                    )
+                    times = {
+                        "queued_s": queued_s,
+                        "start_s": start_s,
+                        "end_s": start_s + recorded.end_s * factor,
+                    }
                     span = recorded._replace(call=number, after=tuple(after), parts=parts, **times)
                     spans.append(Recorded(step, call.operation, span))
                     ends[position] = max(ends.get(position, 0.0), span.end_s)
@@ -102,14 +127,27 @@ def record(
     return Recording(config, plan, spans)
 
 
-def _ranks(operation: str, role: str, pool: str, config: Config, plan: Plan, costs: Costs) -> list[Span]:
+def _ranks(
+    operation: str, role: str, pool: str, config: Config, plan: Plan, costs: Costs
+) -> list[Span]:
     """A span for each rank of a pool, from 0 s to its duration."""
     num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     num_ranks = plan.pools[pool].world_size if pool in plan.pools else 1
-    owner = next((one for one, spec in ROLE_SPECS.items() if operation in [each.name for each in spec.operations]), "")
+    owner = next(
+        (
+            one
+            for one, spec in ROLE_SPECS.items()
+            if operation in [each.name for each in spec.operations]
+        ),
+        "",
+    )
     role = owner or role
     ranks = ranks_of(config, plan, role, pool, operation)
-    num_parts = plan.num_parts(config, role) if pool in plan.pools and operation != "update_weights" else num_ranks
+    num_parts = (
+        plan.num_parts(config, role)
+        if pool in plan.pools and operation != "update_weights"
+        else num_ranks
+    )
     rows = num_rows // num_parts
     made = []
     for rank in range(num_ranks):
@@ -117,7 +155,10 @@ def _ranks(operation: str, role: str, pool: str, config: Config, plan: Plan, cos
         rest = Work(1, num_rows if pool == DRIVER else rows * (PROMPT + RESPONSE))
         if operation == "update_weights":
             rest = Work(1)
-        parts = [Part(name, seconds_of(work, costs[name], ranks), *map(int, work)) for name, work in works]
+        parts = [
+            Part(name, seconds_of(work, costs[name], ranks), *map(int, work))
+            for name, work in works
+        ]
         took_s = sum(one.seconds for one in parts) + seconds_of(rest, costs["rest"], ranks)
         num_tokens = 0 if operation == "update_weights" else rows * (PROMPT + RESPONSE)
         times = (0.0, 0.0, took_s)

@@ -1,4 +1,5 @@
-"""Runs for tests of the report: one with numbers that can be checked by hand, and a long one, in memory."""
+"""Runs for tests of the report: one with numbers that can be checked by hand, and a long one, in
+memory."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def make_run(
     monitor: list[dict[str, Any]] | None = None,
     calls_made: list[Call] = CALLS,
 ) -> Run:
-    """A split run. `seconds` replaces durations by operation, `late` adds to those of one rank of an operation."""
+    """A split run. `seconds` replaces durations by operation, `late` adds to those of one rank of
+    an operation."""
     words = ["trainer.n_gpus_per_node=4", "placement.strategy=split", "data.train_batch_size=12"]
     words += ["actor_rollout_ref.actor.ppo_mini_batch_size=12", *overrides]
     loaded = load_config([], words)
@@ -65,12 +67,16 @@ def make_run(
                 after = tuple(call for call, _ in given)
                 device = "cpu" if pool == DRIVER else f"cuda:{rank}"
                 times = (driver_s, start, end)
-                span = Span(pool, "role", rank, operation, *times, device=device, call=number, after=after)
+                span = Span(
+                    pool, "role", rank, operation, *times, device=device, call=number, after=after
+                )
                 spans.append(Recorded(step, operation, span))
                 call_end = max(call_end, end)
             free[pool], ends[operation] = call_end, (number, call_end)
             driver_s = call_end if pool == DRIVER else driver_s
-        timings = {f"timing_s/{each.operation}": each.span.duration_s for each in spans[start_of_step:]}
+        timings = {
+            f"timing_s/{each.operation}": each.span.duration_s for each in spans[start_of_step:]
+        }
         rows[step] = {"critic/score/mean": step / num_steps, "timing_s/step": 10.0, **timings}
     config = loaded.config.model_dump(mode="json")
     return Run(folder, folder.name, config, [PlannedSteps(1, plan)], spans, rows, monitor or [], {})
@@ -78,9 +84,14 @@ def make_run(
 
 def make_long_run(num_steps: int = 10_000) -> Run:
     """16 ranks and ten calls each a step, with the metrics and monitor rows of a long run."""
-    more = [("reward", CRITIC, 0.5, ("gen",)), ("ref", ACTOR, 0.5, ("gen",)), ("update_critic", CRITIC, 1.0, ("gen",))]
+    more = [
+        ("reward", CRITIC, 0.5, ("gen",)),
+        ("ref", ACTOR, 0.5, ("gen",)),
+        ("update_critic", CRITIC, 1.0, ("gen",)),
+    ]
     calls_made = sorted(
-        [*CALLS, *more], key=lambda call: in_step_order([each[0] for each in CALLS + more]).index(call[0])
+        [*CALLS, *more],
+        key=lambda call: in_step_order([each[0] for each in CALLS + more]).index(call[0]),
     )
     short = make_run(overrides=("trainer.n_gpus_per_node=16",), num_steps=3, calls_made=calls_made)
     middle = [recorded for recorded in short.spans if recorded.step == 2]
@@ -91,10 +102,14 @@ def make_long_run(num_steps: int = 10_000) -> Run:
         for _, operation, span in middle:
             times = (span.queued_s + shift_s, span.start_s + shift_s, span.end_s + shift_s)
             after = tuple(call + calls for call in span.after)
-            moved = Span(*span[:4], *times, call=span.call + calls, after=after, num_rows=64, parts=parts)
+            moved = Span(
+                *span[:4], *times, call=span.call + calls, after=after, num_rows=64, parts=parts
+            )
             spans.append(Recorded(step, operation, moved))
     steps = range(1, num_steps + 1)
-    rows = {step: {**short.metrics[2], "actor/ppo_kl": 1 / step, "actor/pg_loss": 1.0} for step in steps}
+    rows = {
+        step: {**short.metrics[2], "actor/ppo_kl": 1 / step, "actor/pg_loss": 1.0} for step in steps
+    }
     gpus = [
         {
             "index": rank,
@@ -106,6 +121,7 @@ def make_long_run(num_steps: int = 10_000) -> Run:
         for rank in range(16)
     ]
     monitor = [
-        {"time_s": 1000.0 + second, "node": "n", "gpus": gpus, "processes": []} for second in range(10 * num_steps)
+        {"time_s": 1000.0 + second, "node": "n", "gpus": gpus, "processes": []}
+        for second in range(10 * num_steps)
     ]
     return Run(short.folder, "long", short.config, short.plans, spans, rows, monitor, {})

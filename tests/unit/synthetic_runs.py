@@ -1,7 +1,9 @@
-"""Run folders as training would have written them, made in milliseconds: a small event simulation of the PPO step.
+"""Run folders as training would have written them, made in milliseconds: a small event simulation
+of the PPO step.
 
-Calls on a pool run one after another, pools side by side, the driver waits for the advantages, and the critic's update
-runs on into the next generation; so spans, metrics and console lines of both placements look as those of real runs.
+Calls on a pool run one after another, pools side by side, the driver waits for the advantages, and
+the critic's update runs on into the next generation; so spans, metrics and console lines of both
+placements look as those of real runs.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ def write_run(
     overrides: tuple[str, ...] = (),
     moves: Mapping[int, str] | None = None,
 ) -> Path:
-    """A run folder. `slower` multiplies the time of operations by name; `overrides` are config keys; `moves` are the
-    strategies that the run moved to, by their first step."""
+    """A run folder. `slower` multiplies the time of operations by name; `overrides` are config
+    keys; `moves` are the strategies that the run moved to, by their first step."""
     loaded = _load(strategy, overrides)
     plans = {1: build_plan(loaded.config)}
     for first_step, moved_to in (moves or {}).items():
@@ -72,7 +74,9 @@ def write_run(
             run.add_spans(Recorded(number, operation, span) for span in recorded)
         following = steps.get(number + 1) if number + 1 not in plans else None
         ends = following["gen"] if following else []
-        end_s = min((span.start_s for span in ends), default=max(span.end_s for span in _all(spans)))
+        end_s = min(
+            (span.start_s for span in ends), default=max(span.end_s for span in _all(spans))
+        )
         reward = number / (number + 5)
         _write_row(run, number, _row(plan, number, spans, steps, end_s, reward))
     _write_row(run, num_steps, {"val-core/demo/reward/mean": reward, "timing_s/testing": 0.5})
@@ -120,7 +124,9 @@ def _simulate(
         step_factor = chance.uniform(0.95, 1.05) * slower.get(operation, 1.0)
         spans = []
         for rank in range(max(1, len(slots))):
-            ready_s = max([driver_s, free.get((pool, rank), 0.0), *(ends[number] for number in after)])
+            ready_s = max(
+                [driver_s, free.get((pool, rank), 0.0), *(ends[number] for number in after)]
+            )
             duration_s = seconds * step_factor * chance.uniform(0.97, 1.03)
             start_s = ready_s + 0.001
             spans.append(
@@ -154,7 +160,9 @@ def _simulate(
         driver_s = start_s + 0.02
         calls += 1
         after = (rollouts, *inputs)
-        recorded["adv"] = [Span(DRIVER, "trainer", 0, "adv", start_s, start_s, driver_s, call=calls, after=after)]
+        recorded["adv"] = [
+            Span(DRIVER, "trainer", 0, "adv", start_s, start_s, driver_s, call=calls, after=after)
+        ]
         call("update_critic", (rollouts,))
         weights = (call("update_weights", (call("update_actor", (rollouts,)),)),)
         driver_s = max(driver_s, start_s + 0.05)
@@ -163,11 +171,16 @@ def _simulate(
 
 
 def _parts(operation: str, duration_s: float, num_ranks: int) -> tuple[Part, ...]:
-    """The parts of a call on one rank: 64 rows of 32 prompt and 64 response tokens are divided among the ranks."""
+    """The parts of a call on one rank: 64 rows of 32 prompt and 64 response tokens are divided
+    among the ranks."""
     fetch, num_rows = Part("fetch", 0.01 * duration_s), 64 // num_ranks
     if operation == "gen":
         prefill = Part("prefill", 0.1 * duration_s, 1, 32 * num_rows, 32 * 32 * num_rows)
-        return fetch, prefill, Part("decode", 0.8 * duration_s, 63, 63 * num_rows, 63 * 64 * num_rows)
+        return (
+            fetch,
+            prefill,
+            Part("decode", 0.8 * duration_s, 63, 63 * num_rows, 63 * 64 * num_rows),
+        )
     if operation in ("reward", "update_weights"):
         return (fetch,)
     num_batches = 2 if operation.startswith("update_") else 1
@@ -188,7 +201,11 @@ def _row(
 ) -> dict[str, float]:
     start_s = min(span.start_s for span in spans["gen"])
     step_s = end_s - start_s
-    row = {"training/global_step": number, "critic/score/mean": reward, "perf/total_num_tokens": NUM_TOKENS}
+    row = {
+        "training/global_step": number,
+        "critic/score/mean": reward,
+        "perf/total_num_tokens": NUM_TOKENS,
+    }
     for operation, recorded in spans.items():
         by_call: dict[int, float] = {}
         for span in recorded:
@@ -196,12 +213,17 @@ def _row(
         row[f"timing_s/{operation}"] = sum(by_call.values())
     row["timing_s/step"] = row["perf/time_per_step"] = step_s
     row["timing_per_token_ms/gen"] = row["timing_s/gen"] * 1000 / NUM_TOKENS
-    row["perf/throughput"] = NUM_TOKENS / step_s / sum(pool.world_size for pool in plan.pools.values())
+    row["perf/throughput"] = (
+        NUM_TOKENS / step_s / sum(pool.world_size for pool in plan.pools.values())
+    )
     row["perf/max_memory_allocated_gb"] = max(span.peak_memory_bytes for span in _all(spans)) / 1e9
     everything = [span for recorded in steps.values() for span in _all(recorded)]
     for name, pool in plan.pools.items():
         here = [span for span in everything if span.pool == name]
-        busy_s = sum(max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s)) for span in here) / pool.world_size
+        busy_s = (
+            sum(max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s)) for span in here)
+            / pool.world_size
+        )
         row[f"pool/{name}/busy_s"] = busy_s
         row[f"pool/{name}/idle_s"] = step_s - busy_s
         row[f"pool/{name}/busy_fraction"] = busy_s / step_s
@@ -217,7 +239,9 @@ def _write_row(run: RunFolder, step: int, row: dict[str, float]) -> None:
     run.add_metrics(step, row)
 
 
-def _write_monitor(folder: Path, plans: Mapping[int, Plan], steps: Mapping[int, Mapping[str, list[Span]]]) -> None:
+def _write_monitor(
+    folder: Path, plans: Mapping[int, Plan], steps: Mapping[int, Mapping[str, list[Span]]]
+) -> None:
     """One row a second; a GPU is used as much as its process was busy in that second."""
     spans = [span for recorded in steps.values() for span in _all(recorded)]
     start_s, end_s = min(span.start_s for span in spans), max(span.end_s for span in spans)
@@ -225,15 +249,31 @@ def _write_monitor(folder: Path, plans: Mapping[int, Plan], steps: Mapping[int, 
     for second in range(int(end_s - start_s) + 1):
         time_s = start_s + second
         gpus, processes = [], []
-        begun = [number for number, recorded in steps.items() if recorded["gen"][0].start_s <= time_s]
+        begun = [
+            number for number, recorded in steps.items() if recorded["gen"][0].start_s <= time_s
+        ]
         plan = _plan_of(plans, max(begun, default=1))
         for name, pool in plan.pools.items():
             for rank, slot in enumerate(pool.slots):
                 mine = [span for span in spans if (span.pool, span.rank) == (name, rank)]
-                busy_s = sum(max(0.0, min(span.end_s, time_s + 1) - max(span.start_s, time_s)) for span in mine)
-                gpu = {"index": slot.gpu, "utilization": 100 * min(1.0, busy_s), "memory_bytes": int(20e9)}
+                busy_s = sum(
+                    max(0.0, min(span.end_s, time_s + 1) - max(span.start_s, time_s))
+                    for span in mine
+                )
+                gpu = {
+                    "index": slot.gpu,
+                    "utilization": 100 * min(1.0, busy_s),
+                    "memory_bytes": int(20e9),
+                }
                 gpus.append({**gpu, "power_w": 100 + 500 * min(1.0, busy_s), "pools": [name]})
-                process = {"pid": 1000 + len(processes), "pool": name, "rank": rank, "roles": list(pool.roles)}
+                process = {
+                    "pid": 1000 + len(processes),
+                    "pool": name,
+                    "rank": rank,
+                    "roles": list(pool.roles),
+                }
                 processes.append({**process, "cpu_percent": 100 * busy_s, "memory_bytes": int(3e9)})
-        lines.append(json.dumps({"time_s": time_s, "node": "node0", "gpus": gpus, "processes": processes}))
+        lines.append(
+            json.dumps({"time_s": time_s, "node": "node0", "gpus": gpus, "processes": processes})
+        )
     (folder / "monitor.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

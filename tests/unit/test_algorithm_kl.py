@@ -46,15 +46,21 @@ def test_k3_is_clamped_keeps_small_digits_and_is_never_negative() -> None:
     difference = torch.tensor([-1000.0, -30.0, 30.0, 1000.0, 1e-7, 0.0], dtype=torch.float64)
     result = kl_penalty(difference, torch.zeros_like(difference), "k3").tolist()
     assert result[:4] == [10, 10, 10, 10]
-    assert result[4] == pytest.approx(0.5e-14, rel=1e-5, abs=0)  # d^2 / 2, which exp(-d) - 1 + d would lose
+    assert result[4] == pytest.approx(
+        0.5e-14, rel=1e-5, abs=0
+    )  # d^2 / 2, which exp(-d) - 1 + d would lose
     assert result[5] == 0
 
 
 def test_k3_at_its_cap_has_no_gradient() -> None:
-    difference = torch.tensor([-2.7, -2.5, 0.0, 10.9, 11.1], dtype=torch.float64, requires_grad=True)
+    difference = torch.tensor(
+        [-2.7, -2.5, 0.0, 10.9, 11.1], dtype=torch.float64, requires_grad=True
+    )
     kl_penalty(difference, torch.zeros_like(difference), "k3").sum().backward()
     expected = [0, 1 - math.exp(2.5), 0, 1 - math.exp(-10.9), 0]
-    assert difference.grad is not None and difference.grad.tolist() == pytest.approx(expected, rel=1e-12)
+    assert difference.grad is not None and difference.grad.tolist() == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,7 +73,9 @@ def test_gradients_agree_with_finite_differences(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_PLUS)
 def test_with_a_plus_the_value_stays_and_the_gradient_is_the_difference(name: str) -> None:
     logprob = torch.tensor([-3.0, -1.0, 0.5, 0.0], dtype=torch.float64, requires_grad=True)
-    ref = torch.tensor([0.0, -1.5, -1.5, 0.0], dtype=torch.float64)  # log p - log q = -3, 0.5, 2, 0; k3 is at its cap
+    ref = torch.tensor(
+        [0.0, -1.5, -1.5, 0.0], dtype=torch.float64
+    )  # log p - log q = -3, 0.5, 2, 0; k3 is at its cap
     estimate = kl_penalty(logprob, ref, name)
     assert torch.equal(estimate, kl_penalty(logprob, ref, name[:-1]))
     (gradient,) = torch.autograd.grad(estimate.sum(), logprob)
@@ -88,7 +96,8 @@ def test_rewards_and_current_kl_by_hand(garbage: float) -> None:
     scores = torch.tensor([[0.0, x, 1.0], [2.0, x, x], [x, x, x]], dtype=torch.float64)
     old = torch.tensor([[-1.0, x, -2.0], [-1.0, x, x], [x, x, x]], dtype=torch.float64)
     ref = torch.tensor([[-1.5, x, -2.1], [-1.4, x, x], [x, x, x]], dtype=torch.float64)
-    # KL 0.5 and 0.1 in the first response (mean 0.3), 0.4 in the second: current_kl = (0.3 + 0.4) / 2.
+    # KL 0.5 and 0.1 in the first response (mean 0.3), 0.4 in the second: current_kl = (0.3 + 0.4) /
+    # 2.
     rewards, current_kl = apply_kl_penalty(scores, old, ref, mask, 0.1, "kl")
     expected = torch.tensor([[-0.05, 0, 0.99], [1.96, 0, 0], [0, 0, 0]], dtype=torch.float64)
     torch.testing.assert_close(rewards, expected, rtol=0, atol=1e-12)
@@ -102,7 +111,12 @@ def test_apply_kl_penalty_agrees_with_a_loop(name: str, seed: int) -> None:
     scores, old, ref = torch.randn(3, 5, 6, generator=generator, dtype=torch.float64)
     mask = torch.rand(5, 6, generator=generator) < 0.5
     mask[-1] = False
-    estimators = {"kl": lambda d: d, "abs": abs, "mse": lambda d: d * d / 2, "low_var_kl": lambda d: min(k3(d), 10.0)}
+    estimators = {
+        "kl": lambda d: d,
+        "abs": abs,
+        "mse": lambda d: d * d / 2,
+        "low_var_kl": lambda d: min(k3(d), 10.0),
+    }
     base = name.removesuffix("+")
     estimator = estimators[{"k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(base, base)]
     expected, means = torch.zeros_like(scores), []
@@ -125,7 +139,9 @@ def test_a_fixed_coefficient_stays_what_the_configuration_says() -> None:
 
 
 def adaptive(kl_coef: float = 0.1, horizon: int = 100) -> KLController:
-    return KLController(KlCtrlConfig(type="adaptive", kl_coef=kl_coef, target_kl=0.1, horizon=horizon))
+    return KLController(
+        KlCtrlConfig(type="adaptive", kl_coef=kl_coef, target_kl=0.1, horizon=horizon)
+    )
 
 
 def test_an_adaptive_coefficient_follows_the_target() -> None:

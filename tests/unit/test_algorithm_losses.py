@@ -1,4 +1,5 @@
-"""Losses: by hand, against slow loops, by finite differences, and the same however a mini-batch is cut up."""
+"""Losses: by hand, against slow loops, by finite differences, and the same however a mini-batch is
+cut up."""
 
 import math
 from collections.abc import Callable
@@ -32,7 +33,9 @@ from rolepool.config.functions import POLICY_LOSSES
 C, VALUE_CLIP = 3.0, 0.5
 
 
-def policy(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def policy(
+    batch: MiniBatch, mode: str, counts: LossCounts | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     return compute_policy_loss_vanilla(
         batch.old,
         batch.new,
@@ -46,26 +49,41 @@ def policy(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tup
     )
 
 
-def value(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def value(
+    batch: MiniBatch, mode: str, counts: LossCounts | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     loss, clipfrac = compute_value_loss(
         batch.new, batch.advantages, batch.old, batch.mask, VALUE_CLIP, mode, counts=counts
     )
     return loss, {"vf_clipfrac": clipfrac}
 
 
-def kl_loss(batch: MiniBatch, mode: str, counts: LossCounts | None, estimator: str) -> tuple[Tensor, dict[str, Tensor]]:
-    return agg_loss(masked_kl_penalty(batch.new, batch.old, batch.mask, estimator), batch.mask, mode, counts=counts), {}
+def kl_loss(
+    batch: MiniBatch, mode: str, counts: LossCounts | None, estimator: str
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return agg_loss(
+        masked_kl_penalty(batch.new, batch.old, batch.mask, estimator),
+        batch.mask,
+        mode,
+        counts=counts,
+    ), {}
 
 
-def kl(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def kl(
+    batch: MiniBatch, mode: str, counts: LossCounts | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     return kl_loss(batch, mode, counts, "low_var_kl")
 
 
-def mse_kl(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def mse_kl(
+    batch: MiniBatch, mode: str, counts: LossCounts | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     return kl_loss(batch, mode, counts, "mse")
 
 
-def k3_plus(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def k3_plus(
+    batch: MiniBatch, mode: str, counts: LossCounts | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     return kl_loss(batch, mode, counts, "k3+")
 
 
@@ -78,7 +96,9 @@ def name_of(loss: Loss) -> str:
     return loss.__name__
 
 
-every_loss = pytest.mark.parametrize("loss_of", PLAIN + WITH_STOPPED_GRADIENT + PER_MICRO_BATCH, ids=name_of)
+every_loss = pytest.mark.parametrize(
+    "loss_of", PLAIN + WITH_STOPPED_GRADIENT + PER_MICRO_BATCH, ids=name_of
+)
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
@@ -101,8 +121,12 @@ def test_aggregation(mode: str, expected: float) -> None:
     mask = torch.tensor([[1, 1, 1], [0, 1, 0], [0, 0, 0]])
     assert agg_loss(losses, mask, mode).item() == pytest.approx(expected, rel=1e-15)
     counts = LossCounts(num_tokens=8, num_sequences=4, loss_scale_factor=6.0)
-    shrink = {"seq-mean-token-sum-norm": 2 * 2, "token-sum": 1}.get(mode, 2)  # twice the tokens, sequences and width
-    assert agg_loss(losses, mask, mode, counts=counts).item() == pytest.approx(expected / shrink, rel=1e-15)
+    shrink = {"seq-mean-token-sum-norm": 2 * 2, "token-sum": 1}.get(
+        mode, 2
+    )  # twice the tokens, sequences and width
+    assert agg_loss(losses, mask, mode, counts=counts).item() == pytest.approx(
+        expected / shrink, rel=1e-15
+    )
 
 
 def test_the_width_of_a_mask_or_a_constant_divides_the_sums_of_sequences() -> None:
@@ -133,9 +157,12 @@ def test_policy_loss_on_every_side_of_the_clips() -> None:
     assert metrics["pg_clipfrac"] == 2 / 4
     assert metrics["pg_clipfrac_lower"] == 1 / 4
     assert metrics["ppo_kl"].item() == pytest.approx(-math.log(1.5 * 0.5 * 0.5 * 5) / 4, rel=1e-14)
-    # Only the one token that no clip holds has a gradient: d(-A r)/d log_prob = -A r = -0.5, over 4 tokens.
+    # Only the one token that no clip holds has a gradient: d(-A r)/d log_prob = -A r = -0.5, over 4
+    # tokens.
     expected = torch.tensor([[0, -0.125, 0, 0]], dtype=torch.float64)
-    torch.testing.assert_close(gradient_of(policy, batch, "token-mean"), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        gradient_of(policy, batch, "token-mean"), expected, rtol=0, atol=1e-12
+    )
 
 
 def test_on_policy_the_policy_loss_has_the_gradient_of_reinforce() -> None:
@@ -143,12 +170,17 @@ def test_on_policy_the_policy_loss_has_the_gradient_of_reinforce() -> None:
     batch = batch._replace(new=batch.old)
     mask = batch.mask.bool()
     expected = torch.where(mask, -batch.advantages, 0.0) / mask.sum()
-    torch.testing.assert_close(gradient_of(policy, batch, "token-mean"), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        gradient_of(policy, batch, "token-mean"), expected, rtol=0, atol=1e-12
+    )
 
 
 def test_value_loss_by_hand() -> None:
-    # v = 2, v_old = 1, c = 0.5, so clipped to 1.5. R = 0: max(4, 2.25) = 4. R = 3: max(1, 2.25) = 2.25, clipped.
-    old, new, returns = (torch.tensor([row], dtype=torch.float64) for row in ([1.0, 1.0], [2.0, 2.0], [0.0, 3.0]))
+    # v = 2, v_old = 1, c = 0.5, so clipped to 1.5. R = 0: max(4, 2.25) = 4. R = 3: max(1, 2.25) =
+    # 2.25, clipped.
+    old, new, returns = (
+        torch.tensor([row], dtype=torch.float64) for row in ([1.0, 1.0], [2.0, 2.0], [0.0, 3.0])
+    )
     loss, metrics = value(MiniBatch(old, new, returns, torch.ones(1, 2)), "token-mean")
     assert loss.item() == 0.5 * (4 + 2.25) / 2
     assert metrics["vf_clipfrac"] == 1 / 2
@@ -177,9 +209,14 @@ def slow_value_token(old: float, new: float, target: float) -> tuple[float, dict
 
 @every_mode
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize(("loss_of", "slow"), [(policy, slow_policy_token), (value, slow_value_token)])
+@pytest.mark.parametrize(
+    ("loss_of", "slow"), [(policy, slow_policy_token), (value, slow_value_token)]
+)
 def test_agrees_with_the_slow_version_on_ragged_rows(
-    loss_of: Loss, slow: Callable[[float, float, float], tuple[float, dict[str, float]]], seed: int, mode: str
+    loss_of: Loss,
+    slow: Callable[[float, float, float], tuple[float, dict[str, float]]],
+    seed: int,
+    mode: str,
 ) -> None:
     batch = random_mini_batch(seed)
     tokens = [[slow(*token) for token in row] for row in kept_tokens(batch)]
@@ -189,7 +226,9 @@ def test_agrees_with_the_slow_version_on_ragged_rows(
     )
     for name, metric in metrics.items():
         column = [[flags[name] for _, flags in row] for row in tokens]
-        assert metric.item() == pytest.approx(slow_aggregate(column, "token-mean", 7), rel=1e-12, abs=1e-15)
+        assert metric.item() == pytest.approx(
+            slow_aggregate(column, "token-mean", 7), rel=1e-12, abs=1e-15
+        )
 
 
 def test_the_random_rows_meet_every_clip() -> None:
@@ -244,7 +283,9 @@ def test_shares_of_any_partition_add_up_to_the_whole(loss_of: Loss, mode: str, s
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e300])
 def test_what_masked_tokens_hold_changes_nothing(loss_of: Loss, mode: str, garbage: float) -> None:
     batch = random_mini_batch(0)
-    dirty = MiniBatch(*(torch.where(batch.mask.bool(), column, garbage) for column in batch[:3]), batch.mask)
+    dirty = MiniBatch(
+        *(torch.where(batch.mask.bool(), column, garbage) for column in batch[:3]), batch.mask
+    )
     loss, metrics = loss_of(batch, mode, None)
     dirty_loss, dirty_metrics = loss_of(dirty, mode, None)
     assert torch.equal(loss, dirty_loss) and loss.isfinite()
@@ -256,7 +297,9 @@ def test_what_masked_tokens_hold_changes_nothing(loss_of: Loss, mode: str, garba
 
 @every_loss
 @every_mode
-def test_a_micro_batch_of_padding_still_has_a_backward_pass_of_zeros(loss_of: Loss, mode: str) -> None:
+def test_a_micro_batch_of_padding_still_has_a_backward_pass_of_zeros(
+    loss_of: Loss, mode: str
+) -> None:
     batch = random_mini_batch(0)
     batch = batch._replace(mask=torch.zeros_like(batch.mask))
     loss, metrics = loss_of(batch, mode, None)
@@ -268,7 +311,9 @@ def test_a_micro_batch_of_padding_still_has_a_backward_pass_of_zeros(loss_of: Lo
 def test_a_policy_that_ran_away_gives_finite_losses_and_gradients(name: str) -> None:
     loss_of = loss_named(name)
     far = torch.tensor([[1e4, -1e4, 1e4, -1e4]])
-    batch = MiniBatch(torch.zeros(1, 4), far, torch.tensor([[1.0, 1.0, -1.0, -1.0]]), torch.ones(1, 4))
+    batch = MiniBatch(
+        torch.zeros(1, 4), far, torch.tensor([[1.0, 1.0, -1.0, -1.0]]), torch.ones(1, 4)
+    )
     loss, metrics = loss_of(batch, "token-mean", None)
     assert loss.isfinite() and all(metric.isfinite() for metric in metrics.values())
     assert gradient_of(loss_of, batch, "token-mean").isfinite().all()

@@ -45,7 +45,11 @@ def test_agrees_with_the_statistics_module_on_random_masks(seed: int) -> None:
     values = 1e3 + torch.randn(5, 7, generator=generator, dtype=torch.float64)
     mask = torch.rand(5, 7, generator=generator) < 0.4
     mask[0, :2] = True
-    kept = [value for value, keep in zip(values.flatten().tolist(), mask.flatten().tolist(), strict=True) if keep]
+    kept = [
+        value
+        for value, keep in zip(values.flatten().tolist(), mask.flatten().tolist(), strict=True)
+        if keep
+    ]
     assert masked_sum(values, mask).item() == pytest.approx(math.fsum(kept), rel=1e-14)
     assert masked_mean(values, mask).item() == pytest.approx(statistics.fmean(kept), rel=1e-14)
     assert masked_var(values, mask).item() == pytest.approx(statistics.variance(kept), rel=1e-10)
@@ -91,5 +95,9 @@ def test_explained_variance() -> None:
     constant = torch.full_like(returns, 2.0)
     assert compute_explained_variance(returns, constant, mask).item() == pytest.approx(0, abs=1e-5)
     # Errors 0, 0, 3 have mean 1 and variance (1 + 1 + 4) / 2 = 3; the returns' is 7.
-    wrong_once = torch.tensor([[1.0, 2.0, math.nan], [3.0, 0.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
-    assert compute_explained_variance(returns, wrong_once, mask).item() == pytest.approx(1 - 3 / (7 + 1e-5), rel=1e-12)
+    wrong_once = torch.tensor(
+        [[1.0, 2.0, math.nan], [3.0, 0.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64
+    )
+    assert compute_explained_variance(returns, wrong_once, mask).item() == pytest.approx(
+        1 - 3 / (7 + 1e-5), rel=1e-12
+    )

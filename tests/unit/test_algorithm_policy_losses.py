@@ -1,4 +1,5 @@
-"""The policy losses besides PPO's own: by hand, and against loops over tokens, with their gradients as formulas."""
+"""The policy losses besides PPO's own: by hand, and against loops over tokens, with their gradients
+as formulas."""
 
 import math
 import pickle
@@ -42,20 +43,24 @@ METRICS = {
 
 def one_row(*tokens: tuple[float, float, float]) -> MiniBatch:
     """A response whose tokens have this old probability, new probability and advantage."""
-    old, new, advantages = (torch.tensor([column], dtype=torch.float64) for column in zip(*tokens, strict=True))
+    old, new, advantages = (
+        torch.tensor([column], dtype=torch.float64) for column in zip(*tokens, strict=True)
+    )
     return MiniBatch(old.log(), new.log(), advantages, torch.ones(1, len(tokens)))
 
 
 def assert_close(result: Tensor, expected: list[list[float]]) -> None:
-    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        result, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12
+    )
 
 
 # By hand
 
 
 def test_gspo_has_one_ratio_for_the_sequence_and_a_gradient_for_each_token() -> None:
-    # Ratios 2 and 0.605: the geometric mean is 1.1, inside of the clip range. L = -A * 1.1, and the gradient of each
-    # token is -A * 1.1 / 2, because the mean over tokens divides by 2.
+    # Ratios 2 and 0.605: the geometric mean is 1.1, inside of the clip range. L = -A * 1.1, and the
+    # gradient of each token is -A * 1.1 / 2, because the mean over tokens divides by 2.
     inside = one_row((0.1, 0.2, 1.0), (0.4, 0.4 * 0.605, -2.0))
     loss, metrics = loss_named("gspo")(inside, "token-mean", None)
     assert loss.item() == pytest.approx((-1.1 + 2.2) / 2, rel=1e-12)
@@ -71,13 +76,15 @@ def test_gspo_has_one_ratio_for_the_sequence_and_a_gradient_for_each_token() -> 
 
 def test_the_ratio_of_gspo_is_at_most_exp_10_and_has_no_gradient_there() -> None:
     batch = one_row((math.exp(-13), math.exp(-1), -1.0))  # the ratio is exp(12)
-    assert loss_named("gspo")(batch, "token-sum", None)[0].item() == pytest.approx(math.exp(10), rel=1e-12)
+    assert loss_named("gspo")(batch, "token-sum", None)[0].item() == pytest.approx(
+        math.exp(10), rel=1e-12
+    )
     assert_close(gradient_of(loss_named("gspo"), batch, "token-sum"), [[0]])
 
 
 GSPO_ROWS = [[(0.0, math.log(1.1), 1.0), (0.0, math.log(1.1), 1.0)], [(0.0, 0.0, 2.0)]]
-"""A sequence of two tokens with ratio 1.1 and advantage 1, and one of a token with ratio 1 and advantage 2. No token
-is clipped, so the losses of the tokens are -1.1, -1.1 and -2."""
+"""A sequence of two tokens with ratio 1.1 and advantage 1, and one of a token with ratio 1 and
+advantage 2. No token is clipped, so the losses of the tokens are -1.1, -1.1 and -2."""
 
 
 @pytest.mark.parametrize(
@@ -102,12 +109,16 @@ def test_gspo_is_aggregated_as_loss_agg_mode_says(mode: str, expected: float) ->
 def test_gpg_is_reinforce() -> None:
     batch = one_row((0.5, 0.25, 3.0), (0.5, 0.5, -1.0))
     loss, metrics = loss_named("gpg")(batch, "token-mean", None)
-    assert loss.item() == pytest.approx((3 * math.log(4) - math.log(2)) / 2, rel=1e-12) and metrics == {}
+    assert (
+        loss.item() == pytest.approx((3 * math.log(4) - math.log(2)) / 2, rel=1e-12)
+        and metrics == {}
+    )
     assert_close(gradient_of(loss_named("gpg"), batch, "token-mean"), [[-1.5, 0.5]])
 
 
 def test_geo_mean_clips_each_token_and_takes_the_geometric_mean() -> None:
-    # d = log 2 and log 0.5. With A > 0 the first is held at 0.28 and the second is not: exp((0.28 - log 2) / 2).
+    # d = log 2 and log 0.5. With A > 0 the first is held at 0.28 and the second is not: exp((0.28 -
+    # log 2) / 2).
     good = one_row((0.2, 0.4, 1.0), (0.4, 0.2, 1.0))
     ratio = math.exp((0.28 - math.log(2)) / 2)
     loss, metrics = loss_named("geo_mean")(good, "token-sum", None)
@@ -129,12 +140,18 @@ def test_cispo_clips_the_weight_but_not_the_gradient() -> None:
     expected = -1.28 * math.log(0.4) - 0.8 * math.log(0.2) + math.log(0.5)
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     assert_close(gradient_of(loss_named("cispo"), batch, "token-sum"), [[-1.28, -0.8, 1]])
-    assert metrics["pg_clipfrac"].item() == pytest.approx(2 / 3) and metrics["pg_clipfrac_lower"] == 0
+    assert (
+        metrics["pg_clipfrac"].item() == pytest.approx(2 / 3) and metrics["pg_clipfrac_lower"] == 0
+    )
 
 
 def test_kl_cov_adds_a_kl_term_to_the_token_of_largest_covariance() -> None:
-    # Advantages 3, 0, 0 have mean 1. Log-probs -1, -2, -3 have mean -2. Covariances: 2 * 1, -1 * 0, -1 * -1.
-    advantages, new = torch.tensor([[3.0, 0.0, 0.0]]).double(), torch.tensor([[-1.0, -2.0, -3.0]]).double()
+    # Advantages 3, 0, 0 have mean 1. Log-probs -1, -2, -3 have mean -2. Covariances: 2 * 1, -1 * 0,
+    # -1 * -1.
+    advantages, new = (
+        torch.tensor([[3.0, 0.0, 0.0]]).double(),
+        torch.tensor([[-1.0, -2.0, -3.0]]).double(),
+    )
     batch = MiniBatch(new - math.log(2), new, advantages, torch.ones(1, 3))  # all ratios are 2
     loss, metrics = loss_named("kl_cov")(batch, "token-sum", None)
     assert loss.item() == pytest.approx(-3 * 2 + KL_COEF * math.log(2), rel=1e-12)
@@ -143,8 +160,12 @@ def test_kl_cov_adds_a_kl_term_to_the_token_of_largest_covariance() -> None:
 
 
 def test_clip_cov_removes_tokens_inside_of_the_band() -> None:
-    # The same covariances 2, 0 and 1; the band is 0.05 to 1.5, so only the third token can go. All ratios are 1.
-    advantages, new = torch.tensor([[3.0, 0.0, 0.0]]).double() + 1, torch.tensor([[-1.0, -2.0, -3.0]]).double()
+    # The same covariances 2, 0 and 1; the band is 0.05 to 1.5, so only the third token can go. All
+    # ratios are 1.
+    advantages, new = (
+        torch.tensor([[3.0, 0.0, 0.0]]).double() + 1,
+        torch.tensor([[-1.0, -2.0, -3.0]]).double(),
+    )
     batch = MiniBatch(new, new, advantages, torch.ones(1, 3))
     loss, metrics = loss_named("clip_cov")(batch, "token-sum", None)
     assert loss.item() == -4 - 1
@@ -156,7 +177,8 @@ def test_clip_cov_removes_tokens_inside_of_the_band() -> None:
 
 
 class Token(NamedTuple):
-    """The loss of one token, its derivative with respect to the token's own log-prob, and the token's metrics."""
+    """The loss of one token, its derivative with respect to the token's own log-prob, and the
+    token's metrics."""
 
     loss: float
     slope: float
@@ -174,7 +196,11 @@ def slow_clipped(ratio: float, advantage: float) -> tuple[float, float, bool]:
     """PPO's clipped objective as a loss, its slope, and whether the clipped term was used."""
     clipped_ratio = clip(ratio, 1 - LOW, 1 + HIGH)
     is_clipped = clipped_ratio * advantage < ratio * advantage
-    return -advantage * (clipped_ratio if is_clipped else ratio), 0.0 if is_clipped else -advantage * ratio, is_clipped
+    return (
+        -advantage * (clipped_ratio if is_clipped else ratio),
+        0.0 if is_clipped else -advantage * ratio,
+        is_clipped,
+    )
 
 
 def slow_gspo(rows: list[Row]) -> Iterator[list[Token]]:
@@ -183,7 +209,11 @@ def slow_gspo(rows: list[Row]) -> Iterator[list[Token]]:
         tokens = []
         for old, new, advantage in row:
             loss, slope, is_clipped = slow_clipped(ratio, advantage)
-            metrics = {"pg_clipfrac": float(is_clipped), "ppo_kl": old - new, "pg_clipfrac_lower": 0.0}
+            metrics = {
+                "pg_clipfrac": float(is_clipped),
+                "ppo_kl": old - new,
+                "pg_clipfrac_lower": 0.0,
+            }
             tokens.append(Token(loss, slope, metrics))
         yield tokens
 
@@ -199,7 +229,11 @@ def slow_cispo(rows: list[Row]) -> Iterator[list[Token]]:
         for old, new, advantage in row:
             ratio = math.exp(new - old)
             weight = clip(ratio, 1 - LOW, 1 + HIGH)
-            metrics = {"pg_clipfrac": float(weight != ratio), "ppo_kl": old - new, "pg_clipfrac_lower": 0.0}
+            metrics = {
+                "pg_clipfrac": float(weight != ratio),
+                "ppo_kl": old - new,
+                "pg_clipfrac_lower": 0.0,
+            }
             tokens.append(Token(-advantage * weight * new, -advantage * weight, metrics))
         yield tokens
 
@@ -276,7 +310,8 @@ SLOW = {
 
 
 def assert_agrees(name: str, batch: MiniBatch, mode: str, counts: LossCounts) -> None:
-    """Compare loss, gradient and metrics of these rows, as a share of a mini-batch with these counts."""
+    """Compare loss, gradient and metrics of these rows, as a share of a mini-batch with these
+    counts."""
     rows = list(kept_tokens(batch))
     tokens = list(SLOW[name](rows)) if rows else []
     used = "seq-mean-token-mean" if name == "geo_mean" else mode
@@ -315,7 +350,9 @@ def test_agrees_with_a_loop_over_tokens(name: str, seed: int, mode: str) -> None
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", NAMES)
-def test_each_micro_batch_agrees_with_a_loop_over_its_tokens(name: str, seed: int, mode: str) -> None:
+def test_each_micro_batch_agrees_with_a_loop_over_its_tokens(
+    name: str, seed: int, mode: str
+) -> None:
     batch = random_mini_batch(seed)
     counts = LossCounts.of(batch.mask, 12.0)
     for _, part in cut_up(batch, seed):
@@ -323,7 +360,9 @@ def test_each_micro_batch_agrees_with_a_loop_over_its_tokens(name: str, seed: in
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_masked_tokens_are_never_chosen_even_if_zeros_would_have_the_largest_covariance(name: str) -> None:
+def test_masked_tokens_are_never_chosen_even_if_zeros_would_have_the_largest_covariance(
+    name: str,
+) -> None:
     batch = random_mini_batch(0)
     batch = MiniBatch(batch.old - 9, batch.new - 9, batch.advantages - 9, batch.mask)
     assert_agrees(name, batch, "token-mean", LossCounts.of(batch.mask))
@@ -340,7 +379,8 @@ def test_the_random_rows_meet_every_clip_and_band(name: str) -> None:
 
 
 def removed(batch: MiniBatch, *overrides: str) -> set[tuple[int, ...]]:
-    """The kept tokens that clip_cov takes out, with a clip range so wide that no other token is without a gradient."""
+    """The kept tokens that clip_cov takes out, with a clip range so wide that no other token is
+    without a gradient."""
     wide = ("clip_cov_lb=-100", "clip_cov_ub=100", *overrides)
     batch = batch._replace(new=batch.old + 0.01 * batch.new)
     without_gradient = gradient_of(loss_named("clip_cov", *wide), batch, "token-mean") == 0
@@ -348,7 +388,9 @@ def removed(batch: MiniBatch, *overrides: str) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("ratio", "num_removed"), [(1e-9, 1), (0.1, 2), (0.5, 12), (1, 25)])
-def test_clip_cov_removes_a_fraction_of_the_tokens_but_at_least_one(ratio: float, num_removed: int) -> None:
+def test_clip_cov_removes_a_fraction_of_the_tokens_but_at_least_one(
+    ratio: float, num_removed: int
+) -> None:
     batch = random_mini_batch(0)
     assert int(batch.mask.sum()) == 25
     assert len(removed(batch, f"clip_cov_ratio={ratio}")) == num_removed
@@ -379,7 +421,10 @@ def test_kl_cov_chooses_one_token_of_a_large_batch_but_one_of_each_micro_batch()
     advantages = torch.linspace(-2, 3, 8192, dtype=torch.float64).reshape(64, 128)
     new = advantages.square() * 0.1 - 4
     batch = MiniBatch(new - 1, new, advantages, torch.ones_like(new))
-    with_term, without = loss_named("kl_cov", "kl_cov_ratio=0.0002"), loss_named("kl_cov", "ppo_kl_coef=0")
+    with_term, without = (
+        loss_named("kl_cov", "kl_cov_ratio=0.0002"),
+        loss_named("kl_cov", "ppo_kl_coef=0"),
+    )
 
     def num_chosen(part: MiniBatch) -> int:
         counts = LossCounts.of(batch.mask)
@@ -397,12 +442,15 @@ def test_kl_cov_chooses_one_token_of_a_large_batch_but_one_of_each_micro_batch()
 def test_a_loss_reaches_worker_processes_by_its_name(name: str) -> None:
     loss = policy_losses.find(name)
     assert pickle.loads(pickle.dumps(loss)) is loss  # noqa: S301
-    assert policy_losses.find(f"rolepool.algorithm.policy_losses:compute_policy_loss_{name}") is loss
+    assert (
+        policy_losses.find(f"rolepool.algorithm.policy_losses:compute_policy_loss_{name}") is loss
+    )
     assert loss.__doc__ is not None and "L" in loss.__doc__
 
 
 @pytest.mark.parametrize(
-    "override", ["loss_mode=gsop", "clip_cov_ratio=0", "kl_cov_ratio=1.5", "ppo_kl_coef=-1", "clip_cov_lb=nan"]
+    "override",
+    ["loss_mode=gsop", "clip_cov_ratio=0", "kl_cov_ratio=1.5", "ppo_kl_coef=-1", "clip_cov_lb=nan"],
 )
 def test_wrong_keys_are_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=f"policy_loss.{override.partition('=')[0]}"):

@@ -1,4 +1,5 @@
-"""Where a step's time went: every moment of every rank is explained once, and by what really happened."""
+"""Where a step's time went: every moment of every rank is explained once, and by what really
+happened."""
 
 from __future__ import annotations
 
@@ -44,7 +45,15 @@ def spans_of(
             step,
             operation,
             Span(
-                pool, pool, rank, operation, queued_s, *time, call=call, after=after, peak_memory_bytes=memory * 2**30
+                pool,
+                pool,
+                rank,
+                operation,
+                queued_s,
+                *time,
+                call=call,
+                after=after,
+                peak_memory_bytes=memory * 2**30,
             ),
         )
         for rank, time in enumerate(times)
@@ -59,18 +68,35 @@ def waits_in(lane: list[Interval]) -> list[Interval]:
 
 
 def two_pools() -> list[Recorded]:
-    """Two steps of 10 s. The critic's update runs on for 1 s into the next generation; generation is uneven."""
+    """Two steps of 10 s. The critic's update runs on for 1 s into the next generation; generation
+    is uneven."""
     spans = []
     for step, at in ((1, 100.0), (2, 110.0)):
         first = 10 * step
         gen, values, old, critic, actor = range(first, first + 5)
         spans += [
-            *spans_of(step, "gen", "a", [(at, at + 3), (at, at + 4)], gen, queued_s=at - 3, memory=step),
-            *spans_of(step, "values", "b", [(at + 4.5, at + 6)], values, (gen,), queued_s=at - 3, memory=5),
-            *spans_of(step, "old_log_prob", "a", [(at + 4, at + 5)] * 2, old, (gen,), queued_s=at - 3),
+            *spans_of(
+                step, "gen", "a", [(at, at + 3), (at, at + 4)], gen, queued_s=at - 3, memory=step
+            ),
+            *spans_of(
+                step, "values", "b", [(at + 4.5, at + 6)], values, (gen,), queued_s=at - 3, memory=5
+            ),
+            *spans_of(
+                step, "old_log_prob", "a", [(at + 4, at + 5)] * 2, old, (gen,), queued_s=at - 3
+            ),
             *spans_of(step, "adv", DRIVER, [(at + 6, at + 7)], after=(values, old)),
-            *spans_of(step, "update_critic", "b", [(at + 7.5, at + 11)], critic, (gen,), queued_s=at + 7),
-            *spans_of(step, "update_actor", "a", [(at + 7, at + 10), (at + 7, at + 10)], actor, (gen,), at + 7),
+            *spans_of(
+                step, "update_critic", "b", [(at + 7.5, at + 11)], critic, (gen,), queued_s=at + 7
+            ),
+            *spans_of(
+                step,
+                "update_actor",
+                "a",
+                [(at + 7, at + 10), (at + 7, at + 10)],
+                actor,
+                (gen,),
+                at + 7,
+            ),
         ]
     return spans
 
@@ -79,18 +105,34 @@ def test_a_step_runs_from_its_generation_to_the_next_and_the_last_to_its_last_en
     assert step_bounds(two_pools()) == {1: (100.0, 110.0), 2: (110.0, 121.0)}
 
 
-def test_a_step_that_lost_its_generation_has_no_bounds_and_does_not_lengthen_the_one_before() -> None:
-    kept = [recorded for recorded in two_pools() if (recorded.step, recorded.operation) != (2, "gen")]
+def test_a_step_that_lost_its_generation_has_no_bounds_and_does_not_lengthen_the_one_before() -> (
+    None
+):
+    kept = [
+        recorded for recorded in two_pools() if (recorded.step, recorded.operation) != (2, "gen")
+    ]
     assert step_bounds(kept) == {1: (100.0, 111.0)}
 
 
 def test_waits_of_two_pools_are_those_worked_out_by_hand() -> None:
     found = lanes(Timeline(two_pools()), 110.0, 120.0)
     assert list(found) == [("a", 0), ("a", 1), ("b", 0), (DRIVER, 0)]
-    busy = [(each.operation, each.start_s, each.end_s) for each in found["b", 0] if each.kind == "busy"]
-    assert busy == [("update_critic", 110.0, 111.0), ("values", 114.5, 116.0), ("update_critic", 117.5, 120.0)]
-    until_update = [Interval("data", "b", "values", 115.0, 116.0), Interval("turn", DRIVER, "adv", 116.0, 117.0)]
-    assert waits_in(found["a", 0]) == [Interval("imbalance", "a", "gen", 113.0, 114.0), *until_update]
+    busy = [
+        (each.operation, each.start_s, each.end_s) for each in found["b", 0] if each.kind == "busy"
+    ]
+    assert busy == [
+        ("update_critic", 110.0, 111.0),
+        ("values", 114.5, 116.0),
+        ("update_critic", 117.5, 120.0),
+    ]
+    until_update = [
+        Interval("data", "b", "values", 115.0, 116.0),
+        Interval("turn", DRIVER, "adv", 116.0, 117.0),
+    ]
+    assert waits_in(found["a", 0]) == [
+        Interval("imbalance", "a", "gen", 113.0, 114.0),
+        *until_update,
+    ]
     assert waits_in(found["a", 1]) == until_update
     assert waits_in(found["b", 0]) == [
         Interval("data", "a", "gen", 111.0, 114.0),
@@ -161,12 +203,20 @@ def test_a_driver_that_waits_inside_its_span_is_not_what_the_step_was_waiting_fo
 
 
 def test_data_that_a_wrong_clock_says_came_after_the_start_still_counts_as_its_cause() -> None:
-    spans = [*spans_of(1, "gen", "a", [(0.0, 5.25)], 1), *spans_of(1, "values", "b", [(5.0, 8.0)], 2, (1,))]
-    assert [(link.operation, link.start_s, link.end_s) for link in critical_path(Timeline(spans), 0.0, 8.0)] == [
+    spans = [
+        *spans_of(1, "gen", "a", [(0.0, 5.25)], 1),
+        *spans_of(1, "values", "b", [(5.0, 8.0)], 2, (1,)),
+    ]
+    assert [
+        (link.operation, link.start_s, link.end_s)
+        for link in critical_path(Timeline(spans), 0.0, 8.0)
+    ] == [
         ("gen", 0.0, 5.25),
         ("values", 5.25, 8.0),
     ]
-    assert waits_in(lanes(Timeline(spans), 0.0, 8.0)["b", 0]) == [Interval("data", "a", "gen", 0.0, 5.0)]
+    assert waits_in(lanes(Timeline(spans), 0.0, 8.0)["b", 0]) == [
+        Interval("data", "a", "gen", 0.0, 5.0)
+    ]
 
 
 def test_a_resumed_run_which_numbers_its_calls_anew_is_explained_by_its_own_calls() -> None:
@@ -188,8 +238,13 @@ def test_a_resumed_run_which_numbers_its_calls_anew_is_explained_by_its_own_call
 
 
 def test_spans_without_duration_that_name_each_other_do_not_hang_the_walk() -> None:
-    spans = [*spans_of(1, "values", "a", [(5.0, 5.0)], 1, (2,)), *spans_of(1, "ref", "b", [(5.0, 5.0)], 2, (1,))]
-    assert sum(link.end_s - link.start_s for link in critical_path(Timeline(spans), 0.0, 8.0)) == 8.0
+    spans = [
+        *spans_of(1, "values", "a", [(5.0, 5.0)], 1, (2,)),
+        *spans_of(1, "ref", "b", [(5.0, 5.0)], 2, (1,)),
+    ]
+    assert (
+        sum(link.end_s - link.start_s for link in critical_path(Timeline(spans), 0.0, 8.0)) == 8.0
+    )
 
 
 def test_nothing_recorded_is_nothing_to_explain() -> None:
@@ -203,14 +258,18 @@ def test_nothing_recorded_is_nothing_to_explain() -> None:
 
 
 class Schedule:
-    """Calls that run as they do in a run: in order on a pool, after what they were given and the driver made them.
+    """Calls that run as they do in a run: in order on a pool, after what they were given and the
+    driver made them.
 
-    Half of them hand over in no time: then there is a cause for every start, and no call takes no time.
+    Half of them hand over in no time: then there is a cause for every start, and no call takes no
+    time.
     """
 
     def __init__(self, draw: st.DrawFn) -> None:
         self.draw = draw
-        self.ranks = {f"pool{number}": draw(st.integers(1, 3)) for number in range(draw(st.integers(1, 3)))}
+        self.ranks = {
+            f"pool{number}": draw(st.integers(1, 3)) for number in range(draw(st.integers(1, 3)))
+        }
         self.longest_hand_over = draw(st.sampled_from([0, 4]))
         self.driver_waits_inside = draw(st.booleans())
         self.spans: list[Recorded] = []
@@ -223,13 +282,19 @@ class Schedule:
 
     def some_calls(self) -> tuple[int, ...]:
         recent = range(max(0, len(self.ends) - 6), len(self.ends))
-        return tuple(self.draw(st.lists(st.sampled_from(recent), max_size=3, unique=True))) if recent else ()
+        return (
+            tuple(self.draw(st.lists(st.sampled_from(recent), max_size=3, unique=True)))
+            if recent
+            else ()
+        )
 
     def call(self, step: int, operation: str, pool: str, after: tuple[int, ...]) -> int:
         ready_s = max([self.driver_s, *(self.ends[call] for call in after)])
         times = []
         for rank in range(self.ranks[pool]):
-            start_s = max(ready_s, self.free.get((pool, rank), 0.0)) + self.ticks(self.longest_hand_over)
+            start_s = max(ready_s, self.free.get((pool, rank), 0.0)) + self.ticks(
+                self.longest_hand_over
+            )
             times.append((start_s, start_s + self.ticks(12)))
             self.free[pool, rank] = times[-1][1]
         self.spans += spans_of(step, operation, pool, times, len(self.ends), after, self.driver_s)
@@ -246,10 +311,14 @@ class Schedule:
     def step(self, number: int) -> None:
         pools = st.sampled_from(list(self.ranks))
         calls = [self.call(number, "gen", "pool0", ())]
-        for operation in self.draw(st.lists(st.sampled_from(["values", "old_log_prob", "ref", "reward"]), max_size=4)):
+        for operation in self.draw(
+            st.lists(st.sampled_from(["values", "old_log_prob", "ref", "reward"]), max_size=4)
+        ):
             calls.append(self.call(number, operation, self.draw(pools), self.some_calls()))
         self.advantages(number, tuple(calls))
-        for operation in self.draw(st.lists(st.sampled_from(["update_critic", "update_actor"]), max_size=3)):
+        for operation in self.draw(
+            st.lists(st.sampled_from(["update_critic", "update_actor"]), max_size=3)
+        ):
             self.call(number, operation, self.draw(pools), self.some_calls())
 
 
@@ -261,7 +330,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return schedule
 
 
-def covered(spans: list[Recorded], pool: str, operation: str, start_s: float, end_s: float, rank: int = -1) -> bool:
+def covered(
+    spans: list[Recorded], pool: str, operation: str, start_s: float, end_s: float, rank: int = -1
+) -> bool:
     """Whether a rank of the pool, or the one given, was at that operation all the time."""
     return any(
         (each.span.pool, each.operation) == (pool, operation)
@@ -282,12 +353,17 @@ def windows(schedule: Schedule) -> list[tuple[float, float]]:
 
 @thorough
 @given(schedules())
-def test_spans_and_waits_fill_every_lane_and_waits_are_for_what_was_going_on(schedule: Schedule) -> None:
+def test_spans_and_waits_fill_every_lane_and_waits_are_for_what_was_going_on(
+    schedule: Schedule,
+) -> None:
     timeline = Timeline(schedule.spans)
     for start_s, end_s in windows(schedule):
         for (own_pool, own_rank), lane in lanes(timeline, start_s, end_s).items():
             assert all(piece.start_s < piece.end_s for piece in lane)
-            assert [start_s, *(piece.end_s for piece in lane)] == [*(piece.start_s for piece in lane), end_s]
+            assert [start_s, *(piece.end_s for piece in lane)] == [
+                *(piece.start_s for piece in lane),
+                end_s,
+            ]
             for kind, pool, operation, since, until, _ in lane:
                 if kind == "busy":
                     assert covered(schedule.spans, own_pool, operation, since, until, own_rank)
@@ -295,9 +371,13 @@ def test_spans_and_waits_fill_every_lane_and_waits_are_for_what_was_going_on(sch
                 later = [each for each in schedule.spans if each.span.end_s >= until]
                 if kind == "imbalance":
                     assert pool == own_pool
-                    assert any((each.span.pool, each.operation) == (pool, operation) for each in later)
+                    assert any(
+                        (each.span.pool, each.operation) == (pool, operation) for each in later
+                    )
                 elif kind == "nothing":
-                    assert not any((each.span.pool, each.span.rank) == (own_pool, own_rank) for each in later)
+                    assert not any(
+                        (each.span.pool, each.span.rank) == (own_pool, own_rank) for each in later
+                    )
                 elif pool:
                     assert covered(schedule.spans, pool, operation, since, until)
                     assert kind == ("turn" if pool == DRIVER else "data")
@@ -331,7 +411,9 @@ def test_pool_metrics_are_those_counted_tick_by_tick(schedule: Schedule) -> None
         wall_s = end_s - start_s
         busy: dict[tuple[str, int], set[int]] = {}
         for each in schedule.spans:
-            since, until = (int((time_s - start_s) / TICK_S) for time_s in (each.span.start_s, each.span.end_s))
+            since, until = (
+                int((time_s - start_s) / TICK_S) for time_s in (each.span.start_s, each.span.end_s)
+            )
             ticks = range(max(since, 0), min(until, int(wall_s / TICK_S)))
             busy.setdefault((each.span.pool, each.span.rank), set()).update(ticks)
         of_pool: dict[str, set[int]] = {}
@@ -351,6 +433,8 @@ def test_pool_metrics_are_those_counted_tick_by_tick(schedule: Schedule) -> None
                 if name == pool and wait.kind in ("data", "turn")
             ]
             assert metrics[f"pool/{pool}/wait_s"] == pytest.approx(sum(waited) / len(ranks))
-        counts = [sum(tick in ticks for ticks in of_pool.values()) for tick in range(int(wall_s / TICK_S))]
+        counts = [
+            sum(tick in ticks for ticks in of_pool.values()) for tick in range(int(wall_s / TICK_S))
+        ]
         assert metrics["overlap/fraction"] == sum(count >= 2 for count in counts) * TICK_S / wall_s
         assert metrics["overlap/saved_s"] == sum(count - 1 for count in counts if count) * TICK_S

@@ -1,4 +1,5 @@
-"""`import rolepool as rp`: what needs no process. The rest is in tests/train/test_api_training.py."""
+"""`import rolepool as rp`: what needs no process. The rest is in
+tests/train/test_api_training.py."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_every_public_name_is_listed_for_tab_completion_and_has_a_docstring() ->
     assert list(inspect.signature(rp.train).parameters)[:4] == first
 
 
-def test_planning_imports_nothing_heavy(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_planning_imports_nothing_heavy(
+    python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     program = "import sys, rolepool as rp; rp.load_config(); rp.plan('demo', placement='split'); print(*sys.modules)"
     ended = python("-c", program)
     assert ended.returncode == 0, ended.stderr
@@ -52,7 +55,9 @@ def test_keys_are_nested_dicts_or_dotted_names_and_the_last_source_wins(tmp_path
     file = tmp_path / "mine.yaml"
     file.write_text("trainer: {seed: 3, nnodes: 2}\n", encoding="utf-8")
     optim = {"actor_rollout_ref": {"actor.optim": {"lr": 0.5}}}
-    loaded = rp.load_config(["demo", file, optim], trainer={"seed": 4}, **{"data.train_files": [Path("a.jsonl")]})
+    loaded = rp.load_config(
+        ["demo", file, optim], trainer={"seed": 4}, **{"data.train_files": [Path("a.jsonl")]}
+    )
     keys = loaded.config.trainer
     assert (keys.experiment_name, keys.seed, keys.nnodes) == ("demo", 4, 2)
     assert loaded.config.actor_rollout_ref.actor.optim.lr == 0.5
@@ -79,14 +84,21 @@ def test_a_loaded_config_can_be_changed_and_what_follows_a_key_still_follows_it(
         ({"gpu_memory": "lots"}, ["--gpu-memory", "lots"]),
     ],
 )
-def test_errors_have_the_lines_of_the_command_line(rolepool: Rolepool, keys: dict[str, Any], words: list[str]) -> None:
+def test_errors_have_the_lines_of_the_command_line(
+    rolepool: Rolepool, keys: dict[str, Any], words: list[str]
+) -> None:
     with pytest.raises(rp.RolepoolError) as raised:
         rp.plan(**keys)
-    assert "".join(f"error: {line}\n" for line in raised.value.problems) == rolepool("plan", *words).err
+    assert (
+        "".join(f"error: {line}\n" for line in raised.value.problems)
+        == rolepool("plan", *words).err
+    )
 
 
 def test_a_value_that_no_config_can_hold_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^trainer.seed=<object .*: cannot be stored .*; use texts, numbers"):
+    with pytest.raises(
+        ConfigError, match=r"^trainer.seed=<object .*: cannot be stored .*; use texts, numbers"
+    ):
         rp.load_config(**{"trainer.seed": object()})
 
 
@@ -97,7 +109,9 @@ def test_a_plan_reads_as_the_command_prints_it(rolepool: Rolepool) -> None:
     words = (SPLIT, "trainer.n_gpus_per_node=4", "--gpu-memory", "80")
     keys = {"placement": "split", "trainer.n_gpus_per_node": 4, "gpu_memory": 80}
     assert f"{rp.plan(**keys)}\n" == repr(rp.plan(**keys)) + "\n" == rolepool("plan", *words).out
-    assert json.loads(rp.plan(**keys).to_json()) == json.loads(rolepool("plan", "--json", *words).out)
+    assert json.loads(rp.plan(**keys).to_json()) == json.loads(
+        rolepool("plan", "--json", *words).out
+    )
 
 
 def test_the_keys_of_a_placement_may_be_beside_its_name() -> None:
@@ -108,7 +122,9 @@ def test_the_keys_of_a_placement_may_be_beside_its_name() -> None:
     pools = {"placement": {"pools": {"a": [1], "b": [1]}}}
     custom = {"strategy": "custom", "roles": {"actor_rollout": "a", "critic": "b"}}
     assert rp.plan(pools, placement=custom, **gpus).plan.in_words == "a [1] and b [1]"
-    with pytest.raises(ConfigError, match=r"^placement\.split\.share=0\.5: is for placement\.strategy=split, but"):
+    with pytest.raises(
+        ConfigError, match=r"^placement\.split\.share=0\.5: is for placement\.strategy=split, but"
+    ):
         rp.plan(share, **gpus)
 
 
@@ -135,7 +151,9 @@ def test_a_run_folder_is_opened_and_read(folder: Path) -> None:
     assert "<html" in run.report(folder / "other.html").read_text(encoding="utf-8")
 
 
-def test_metrics_are_a_table_of_pandas_or_a_list_without_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_a_table_of_pandas_or_a_list_without_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, expected = rp.Run(folder), read_run(folder).metrics
     pandas = pytest.importorskip("pandas")
     table = run.metrics()
@@ -148,9 +166,13 @@ def test_metrics_are_a_table_of_pandas_or_a_list_without_it(folder: Path, monkey
 
 
 def test_what_is_not_there_is_one_line(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere: is not a folder; give the folder a run wrote to"):
+    with pytest.raises(
+        ConfigError, match="nowhere: is not a folder; give the folder a run wrote to"
+    ):
         rp.Run(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"no checkpoint of actor; set trainer\.save_freq when training"):
+    with pytest.raises(
+        ConfigError, match=r"no checkpoint of actor; set trainer\.save_freq when training"
+    ):
         rp.Run(folder).export(tmp_path / "model")
     (folder / "plan.json").unlink()
     with pytest.raises(ConfigError, match=r"has no readable plan\.json"):
@@ -199,7 +221,10 @@ locked.__module__ = "__main__"  # as in a notebook, where functions are copied
             {"reward": no_reward},
             "reward=no_reward: no_reward does not take data_source, solution_str, ground_truth, extra_info; ",
         ),
-        ({"reward": reward, "reward_model.enable": True}, "reward: it is not used, because reward_model.enable=true"),
+        (
+            {"reward": reward, "reward_model.enable": True},
+            "reward: it is not used, because reward_model.enable=true",
+        ),
         ({"trainer.nodes": 2}, "trainer.nodes=2: unknown key; did you mean trainer.nnodes?"),
     ],
 )
@@ -219,11 +244,16 @@ def test_what_train_cannot_use_is_one_line(
 
 def test_recipes_are_listed_and_printed(rolepool: Rolepool, root: Path) -> None:
     listed = rolepool("recipes").out.splitlines()
-    assert [line.split()[0] for line in listed] == sorted(file.stem for file in (root / "recipes").glob("*.yaml"))
+    assert [line.split()[0] for line in listed] == sorted(
+        file.stem for file in (root / "recipes").glob("*.yaml")
+    )
     assert all(len(line.split()) > 5 for line in listed)
     text = (root / "recipes" / "demo.yaml").read_text(encoding="utf-8")
     assert rolepool("recipes", "demo") == (0, text, "")
-    assert "recipe 'fly': there is no such recipe; use one of deepseek7b_split, demo" in rolepool("recipes", "fly").err
+    assert (
+        "recipe 'fly': there is no such recipe; use one of deepseek7b_split, demo"
+        in rolepool("recipes", "fly").err
+    )
 
 
 def test_a_name_stands_for_a_recipe_unless_a_file_has_it(

@@ -30,11 +30,15 @@ def test_only_steps_in_a_row_without_any_update_of_a_role_count(tmp_path: Path) 
     for number, actor in enumerate([BAD, GOOD, BAD, PARTLY_SKIPPED, BAD]):
         steps.add(number, row(actor=actor, critic=GOOD))
         assert steps.reason == ("actor made no finite update in it" if actor is BAD else None)
-    with pytest.raises(DivergedError, match="actor made no finite update in the last 2 steps, up to step 6 "):
+    with pytest.raises(
+        DivergedError, match="actor made no finite update in the last 2 steps, up to step 6 "
+    ):
         steps.add(6, row(actor=BAD, critic=GOOD))
 
 
-def test_steps_in_which_the_actor_waits_for_the_critic_are_not_its_bad_steps(tmp_path: Path) -> None:
+def test_steps_in_which_the_actor_waits_for_the_critic_are_not_its_bad_steps(
+    tmp_path: Path,
+) -> None:
     steps = bad_steps(tmp_path)
     for number in range(1, 6):
         steps.add(number, row(critic=GOOD))
@@ -53,7 +57,12 @@ def test_steps_without_a_token_are_neither_good_nor_bad(tmp_path: Path) -> None:
 
 
 def test_the_error_names_the_diverged_roles_and_their_keys(tmp_path: Path) -> None:
-    steps = bad_steps(tmp_path, "trainer.max_bad_steps=1", "critic.optim.lr=7.0", "actor_rollout_ref.actor.grad_clip=9")
+    steps = bad_steps(
+        tmp_path,
+        "trainer.max_bad_steps=1",
+        "critic.optim.lr=7.0",
+        "actor_rollout_ref.actor.grad_clip=9",
+    )
     with pytest.raises(DivergedError) as raised:
         steps.add(3, row(actor=BAD, critic=BAD))
     (line,) = raised.value.problems
@@ -64,7 +73,9 @@ def test_the_error_names_the_diverged_roles_and_their_keys(tmp_path: Path) -> No
     )
 
 
-def test_skipped_updates_are_one_warning_per_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_updates_are_one_warning_per_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     steps = bad_steps(tmp_path)
     for number, (actor, critic) in enumerate([(GOOD, GOOD), (PARTLY_SKIPPED, GOOD), (BAD, BAD)]):
         steps.add(number, row(actor=actor, critic=critic))

@@ -1,4 +1,5 @@
-"""A state of training is saved by any number of ranks and read by any other; a checkpoint is whole or absent."""
+"""A state of training is saved by any number of ranks and read by any other; a checkpoint is whole
+or absent."""
 
 from __future__ import annotations
 
@@ -52,9 +53,12 @@ from rolepool.models.sharding import sum_over_ranks, whole
 from rolepool.models.snapshot import SnapshotWriter
 from rolepool.models.training import TrainedModel
 
-pytestmark = pytest.mark.slow  # a minute and more of real processes; training does not save checkpoints yet
+pytestmark = (
+    pytest.mark.slow
+)  # a minute and more of real processes; training does not save checkpoints yet
 
-# Two ranks cut these sizes into halves, three into uneven pieces, and the critic's head of one row into empty ones.
+# Two ranks cut these sizes into halves, three into uneven pieces, and the critic's head of one row
+# into empty ones.
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -65,7 +69,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 32,
     "pad_token_id": 0,
 }
-# Computes in float64 throughout; Llama's norms go through float32, where a loss taken three times rounds differently.
+# Computes in float64 throughout; Llama's norms go through float32, where a loss taken three times
+# rounds differently.
 CRITIC_SIZES: dict[str, Any] = {
     "vocab_size": 50,
     "n_embd": 16,
@@ -114,16 +119,23 @@ def build(setting: Setting, **sizes: Any) -> TrainedModel:
 
 
 def train(trained: TrainedModel, num_steps: int, *, noisy: bool = False) -> list[float]:
-    """Losses of the next steps, over all ranks. A noisy loss depends on all the random states of a process."""
+    """Losses of the next steps, over all ranks. A noisy loss depends on all the random states of a
+    process."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     losses = []
     for _ in range(num_steps):
-        rows = torch.randint(50, (ROWS, 8), generator=torch.Generator().manual_seed(trained.num_updates))
+        rows = torch.randint(
+            50, (ROWS, 8), generator=torch.Generator().manual_seed(trained.num_updates)
+        )
 
         def loss_of(taken: Any, rows: Tensor = rows) -> tuple[Tensor, dict[str, Tensor]]:
             logits = trained.model(input_ids=rows[taken], use_cache=False).logits
             noise = float(torch.rand(())) + random.random() + np.random.normal() if noisy else 0.0
-            loss = (logits.logsumexp(-1) - logits[..., 0] + logits[..., 0] ** 2).mean() * len(taken) / ROWS
+            loss = (
+                (logits.logsumexp(-1) - logits[..., 0] + logits[..., 0] ** 2).mean()
+                * len(taken)
+                / ROWS
+            )
             return (1 + noise) * loss, {"loss": (1 + noise) * loss.detach().double()}
 
         mine = list(range(ROWS))[rank::num_ranks]
@@ -148,20 +160,27 @@ def whole_state(trained: TrainedModel) -> dict[str, Any]:
     return {name: tensor.detach().clone().numpy() for name, tensor in state.items()}
 
 
-def save_and_go_on(setting: Setting, folder: Path, noisy: bool = False) -> tuple[dict[str, Any], list[float]]:
+def save_and_go_on(
+    setting: Setting, folder: Path, noisy: bool = False
+) -> tuple[dict[str, Any], list[float]]:
     """Three steps, a save, and two more: the state as saved, and the losses after."""
     trained = build(setting)
     seed_all(dist.get_rank() if dist.is_initialized() else 0)
     train(trained, 3, noisy=noisy)
-    with torch.no_grad():  # leaves the outermost parameters of FSDP2 whole, as computing log-probs does
+    with (
+        torch.no_grad()
+    ):  # leaves the outermost parameters of FSDP2 whole, as computing log-probs does
         trained.model(input_ids=torch.zeros(1, 4, dtype=torch.long))
     save_trained(trained, folder, file_bytes=4000)
     state = whole_state(trained)
     return state, train(trained, 2, noisy=noisy)
 
 
-def load_and_go_on(setting: Setting, folder: Path, noisy: bool = False) -> tuple[dict[str, Any], list[float]]:
-    """The state as read back by a process that has done other things before, and the losses of the next two steps."""
+def load_and_go_on(
+    setting: Setting, folder: Path, noisy: bool = False
+) -> tuple[dict[str, Any], list[float]]:
+    """The state as read back by a process that has done other things before, and the losses of the
+    next two steps."""
     trained = build(setting)
     seed_all(99)
     train(trained, 1)
@@ -172,11 +191,14 @@ def load_and_go_on(setting: Setting, folder: Path, noisy: bool = False) -> tuple
 
 
 def snapshot_and_go_on(setting: Setting, folder: Path) -> tuple[dict[str, Any], list[float]]:
-    """Three steps with a snapshot after each, all in the same folder, and two more: the last state, and the losses."""
+    """Three steps with a snapshot after each, all in the same folder, and two more: the last state,
+    and the losses."""
     trained = build(setting)
     seed_all(dist.get_rank() if dist.is_initialized() else 0)
     snapshots = SnapshotWriter(trained)
-    snapshots.write(folder, 0)  # without optimizer states, so the files are replaced after the first step
+    snapshots.write(
+        folder, 0
+    )  # without optimizer states, so the files are replaced after the first step
     for step in (1, 2, 3):
         train(trained, 1)
         snapshots.write(folder, step)
@@ -233,7 +255,9 @@ class Ranks:
 
     def __init__(self, num_ranks: int, store: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "rolepool.models.checkpoint"])
+        context.set_forkserver_preload(
+            ["transformers.models.llama.modeling_llama", "rolepool.models.checkpoint"]
+        )
         pipes = [context.Pipe() for _ in range(num_ranks)]
         self.connections = [ours for ours, _ in pipes]
         self.processes = [
@@ -271,7 +295,9 @@ class Ranks:
 
 def serve(rank: int, num_ranks: int, store: Path, connection: Connection) -> None:
     if num_ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks
+        )
     while True:
         try:
             function, arguments = connection.recv()
@@ -311,13 +337,21 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 FLOAT32, FLOAT64 = Setting("tied"), Setting("value", torch.float64)
 
 
-@pytest.mark.parametrize(("setting", "tolerance"), [(FLOAT32, 1e-5), (FLOAT64, 1e-12)], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    ("setting", "tolerance"), [(FLOAT32, 1e-5), (FLOAT64, 1e-12)], ids=["float32", "float64"]
+)
 @pytest.mark.parametrize("num_saving", [1, 2, 3])
 def test_any_number_of_ranks_reads_what_any_other_saved(
-    ranks: Callable[[int], Ranks], tmp_path: Path, num_saving: int, setting: Setting, tolerance: float
+    ranks: Callable[[int], Ranks],
+    tmp_path: Path,
+    num_saving: int,
+    setting: Setting,
+    tolerance: float,
 ) -> None:
     saved, losses = ranks(num_saving)(save_and_go_on, setting, tmp_path / "role")[0]
-    assert sum(name.endswith("/exp_avg_sq") for name in saved) == len(list(build(setting).model.parameters()))
+    assert sum(name.endswith("/exp_avg_sq") for name in saved) == len(
+        list(build(setting).model.parameters())
+    )
     for num_loading in (1, 2, 3):
         for state, losses_after in ranks(num_loading)(load_and_go_on, setting, tmp_path / "role"):
             assert_same(state, saved)
@@ -390,7 +424,9 @@ def test_a_snapshot_that_cannot_be_written_is_one_warning_and_the_next_is_tried_
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_files_that_somebody_removed_or_replaced_are_made_again(is_replaced: bool, tmp_path: Path) -> None:
+def test_files_that_somebody_removed_or_replaced_are_made_again(
+    is_replaced: bool, tmp_path: Path
+) -> None:
     trained = build(FLOAT32)
     snapshots, folder = SnapshotWriter(trained), tmp_path / "place" / "role"
     data, _ = snapshot_files(folder, 0, 1)
@@ -424,16 +460,27 @@ def test_replicas_are_written_once(
     saved, _ = ranks(num_ranks)(save_and_go_on, setting, tmp_path / "role")[0]
     assert rows_on_disk(tmp_path / "role") == rows_of(saved)
     for num_loading, of_loading in ((1, -1), (3, -1), (num_ranks, fsdp_size)):
-        for state, _ in ranks(num_loading)(load_and_go_on, Setting(fsdp_size=of_loading), tmp_path / "role"):
+        for state, _ in ranks(num_loading)(
+            load_and_go_on, Setting(fsdp_size=of_loading), tmp_path / "role"
+        ):
             assert_same(state, saved)
 
 
-def test_a_rank_writes_its_own_rows_only_and_nothing_is_pickled(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_a_rank_writes_its_own_rows_only_and_nothing_is_pickled(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
     saved, _ = ranks(2)(save_and_go_on, Setting(), tmp_path / "role")[0]
-    assert {path.suffix for path in (tmp_path / "role").iterdir()} == {".json", ".safetensors", ".sha256"}
+    assert {path.suffix for path in (tmp_path / "role").iterdir()} == {
+        ".json",
+        ".safetensors",
+        ".sha256",
+    }
     assert rows_on_disk(tmp_path / "role") == rows_of(saved)
     halves = [
-        tensors[name] for tensors in map(load_file, shards(tmp_path / "role")) for name in tensors if name == EMBED
+        tensors[name]
+        for tensors in map(load_file, shards(tmp_path / "role"))
+        for name in tensors
+        if name == EMBED
     ]
     np.testing.assert_array_equal(halves[0], saved[EMBED][:25])
     np.testing.assert_array_equal(halves[1], saved[EMBED][25:])
@@ -446,8 +493,14 @@ def test_each_rank_hashes_what_it_wrote(
     role = tmp_path / "role"
     ranks(num_ranks)(save_and_go_on, Setting(fsdp_size=fsdp_size), role)
     check_hashes(role)
-    hashed = [line.split("  ")[1] for file in role.glob("*.sha256") for line in file.read_text().splitlines()]
-    assert sorted(hashed) == sorted(path.name for path in role.iterdir() if path.suffix != ".sha256")
+    hashed = [
+        line.split("  ")[1]
+        for file in role.glob("*.sha256")
+        for line in file.read_text().splitlines()
+    ]
+    assert sorted(hashed) == sorted(
+        path.name for path in role.iterdir() if path.suffix != ".sha256"
+    )
     hold_other_rows(shards(role)[-1])
     with pytest.raises(ConfigError, match="its hash is not the one that was saved"):
         check_hashes(role)
@@ -471,10 +524,16 @@ def rows_on_disk(folder: Path) -> dict[str, int]:
 
 def rows_of(state: dict[str, Any]) -> dict[str, int]:
     """Rows of each tensor of a state; of tied weights those of one."""
-    return {name: len(value) if value.ndim else 1 for name, value in state.items() if name != "lm_head.weight"}
+    return {
+        name: len(value) if value.ndim else 1
+        for name, value in state.items()
+        if name != "lm_head.weight"
+    }
 
 
-def test_a_model_that_has_not_been_updated_is_saved_without_optimizer_states(tmp_path: Path) -> None:
+def test_a_model_that_has_not_been_updated_is_saved_without_optimizer_states(
+    tmp_path: Path,
+) -> None:
     save_trained(build(Setting()), tmp_path / "role")
     trained = build(Setting())
     train(trained, 1)
@@ -506,7 +565,8 @@ def role(tmp_path: Path) -> Path:
 
 
 def assert_refused(trained: TrainedModel, folder: Path, *expected: str) -> None:
-    """Loading is refused in these words, and nothing of the model, the optimizer or the random states is changed."""
+    """Loading is refused in these words, and nothing of the model, the optimizer or the random
+    states is changed."""
     before, updates, rng = whole_state(trained), trained.num_updates, torch.get_rng_state()
     with pytest.raises(ConfigError) as caught:
         load_trained(trained, folder)
@@ -532,8 +592,16 @@ def trained_otherwise(setting: Setting, **sizes: Any) -> TrainedModel:
             {},
             ["model.embed_tokens.weight is [50, 16] float32, but the model has [50, 16] float64"],
         ),
-        (Setting("untied"), {"vocab_size": 51}, ["model.embed_tokens.weight is [50, 16] float32", "[51, 16] float32"]),
-        (Setting("untied"), {"num_hidden_layers": 3}, ["model.layers.2.self_attn.q_proj.weight is not saved", "more"]),
+        (
+            Setting("untied"),
+            {"vocab_size": 51},
+            ["model.embed_tokens.weight is [50, 16] float32", "[51, 16] float32"],
+        ),
+        (
+            Setting("untied"),
+            {"num_hidden_layers": 3},
+            ["model.layers.2.self_attn.q_proj.weight is not saved", "more"],
+        ),
         (
             Setting("untied"),
             {"num_hidden_layers": 1},
@@ -588,10 +656,17 @@ def lose_a_tensor(path: Path) -> None:
     ids=["missing", "cut off", "header", "other shape", "tensor lost"],
 )
 @pytest.mark.parametrize("place", [0, -1])
-def test_a_damaged_file_changes_nothing(role: Path, place: int, damage: Callable[[Path], None], words: str) -> None:
+def test_a_damaged_file_changes_nothing(
+    role: Path, place: int, damage: Callable[[Path], None], words: str
+) -> None:
     path = shards(role)[place]
     damage(path)
-    assert_refused(trained_otherwise(Setting("untied")), role, str(path if "safetensors" in words else role), words)
+    assert_refused(
+        trained_otherwise(Setting("untied")),
+        role,
+        str(path if "safetensors" in words else role),
+        words,
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 1}', "[1"])
@@ -604,11 +679,18 @@ def test_a_damaged_state_of_a_rank_is_named_and_changes_nothing(role: Path, text
 def test_rows_that_no_file_has_are_an_error(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     ranks(2)(save_and_go_on, Setting(), tmp_path / "role")
     next(path for path in shards(tmp_path / "role") if EMBED in load_file(path)).unlink()
-    assert_refused(trained_otherwise(Setting()), tmp_path / "role", "bytes were found; a file is missing")
+    assert_refused(
+        trained_otherwise(Setting()), tmp_path / "role", "bytes were found; a file is missing"
+    )
 
 
 def test_a_folder_that_is_not_a_save_is_named(tmp_path: Path) -> None:
-    assert_refused(trained_otherwise(Setting()), tmp_path / "nothing", str(tmp_path / "nothing"), "not a saved role")
+    assert_refused(
+        trained_otherwise(Setting()),
+        tmp_path / "nothing",
+        str(tmp_path / "nothing"),
+        "not a saved role",
+    )
 
 
 def test_the_state_of_a_rank_that_is_missing_is_named_on_every_rank(
@@ -645,7 +727,9 @@ def steps(run_dir: Path) -> dict[str, list[str]]:
     }
 
 
-def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before_it_the_newest(tmp_path: Path) -> None:
+def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before_it_the_newest(
+    tmp_path: Path,
+) -> None:
     before = save_step(tmp_path, 10)
     temporary = temporary_folder(checkpoint_folder(tmp_path, 20))
     group = Ranks(2, tmp_path / "store")
@@ -663,7 +747,9 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before_it_the_newe
     assert newest_checkpoint(tmp_path) == before
 
 
-def test_a_kill_before_publishing_leaves_the_checkpoint_before_it_the_newest(tmp_path: Path) -> None:
+def test_a_kill_before_publishing_leaves_the_checkpoint_before_it_the_newest(
+    tmp_path: Path,
+) -> None:
     before = save_step(tmp_path, 10)
     temporary = temporary_folder(checkpoint_folder(tmp_path, 20))
     save_trained(SMALL, temporary / "actor")
@@ -696,7 +782,9 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(
 
 def test_publishing_a_step_again_replaces_it(tmp_path: Path) -> None:
     save_step(tmp_path, 10)
-    (tmp_path / "checkpoints" / ".tmp-replaced-step_000010").mkdir()  # a kill while it was replaced before
+    (
+        tmp_path / "checkpoints" / ".tmp-replaced-step_000010"
+    ).mkdir()  # a kill while it was replaced before
     save_step(tmp_path, 10, "actor")
     assert steps(tmp_path) == {"step_000010": ["actor"]}
 
@@ -765,7 +853,9 @@ def test_an_export_is_what_save_pretrained_writes_and_from_pretrained_loads(
     auto: Any = AutoModelForTokenClassification if head == "value" else AutoModelForCausalLM
     model, report = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report.values()), report
-    assert_same({name: tensor.numpy() for name, tensor in model.state_dict().items()}, weights_of(saved))
+    assert_same(
+        {name: tensor.numpy() for name, tensor in model.state_dict().items()}, weights_of(saved)
+    )
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 50
 
 
@@ -773,7 +863,9 @@ def weights_of(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if "/" not in name}
 
 
-def test_an_export_takes_what_lies_beside_the_weights(role: Path, model_folder: Path, tmp_path: Path) -> None:
+def test_an_export_takes_what_lies_beside_the_weights(
+    role: Path, model_folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "out").mkdir()  # an empty folder is as good as none
     export_hf(role, model_folder, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -784,7 +876,9 @@ def test_an_export_takes_what_lies_beside_the_weights(role: Path, model_folder: 
     assert (config["dtype"], config["architectures"]) == ("float32", ["LlamaForCausalLM"])
 
 
-def test_an_export_has_the_tokenizer_that_the_run_used(role: Path, model_folder: Path, tmp_path: Path) -> None:
+def test_an_export_has_the_tokenizer_that_the_run_used(
+    role: Path, model_folder: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "tokenizer.json").write_text("{}", encoding="utf-8")
@@ -794,7 +888,9 @@ def test_an_export_has_the_tokenizer_that_the_run_used(role: Path, model_folder:
     assert "vocab_size" in (tmp_path / "out" / "config.json").read_text(), "that of the model"
 
 
-def test_a_large_export_is_spread_over_files_of_bounded_size(role: Path, model_folder: Path, tmp_path: Path) -> None:
+def test_a_large_export_is_spread_over_files_of_bounded_size(
+    role: Path, model_folder: Path, tmp_path: Path
+) -> None:
     export_hf(role, model_folder, tmp_path / "out", file_bytes=4000)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -802,13 +898,17 @@ def test_a_large_export_is_spread_over_files_of_bounded_size(role: Path, model_f
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     held = {file: load_file(tmp_path / "out" / file) for file in files}
     assert index["weight_map"] == {name: file for file, tensors in held.items() for name in tensors}
-    assert all(sum(tensor.nbytes for tensor in tensors.values()) <= 4000 for tensors in held.values())
+    assert all(
+        sum(tensor.nbytes for tensor in tensors.values()) <= 4000 for tensors in held.values()
+    )
     own = own_export(Setting("untied"), role, tmp_path / "own")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
 
 
-def test_an_export_does_not_write_over_anything(role: Path, model_folder: Path, tmp_path: Path) -> None:
+def test_an_export_does_not_write_over_anything(
+    role: Path, model_folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="already exists"):
         export_hf(role, model_folder, model_folder)
     cut_off(shards(role)[0])

@@ -1,4 +1,5 @@
-"""A child that runs a user's code ends with everything that it has started, however it or its parent ends."""
+"""A child that runs a user's code ends with everything that it has started, however it or its
+parent ends."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ NUM_STARTED = 4
 
 
 class Starter(ChildProcess):
-    """Its child starts processes in all the ways in which they can get out of sight, and answers with its own pid."""
+    """Its child starts processes in all the ways in which they can get out of sight, and answers
+    with its own pid."""
 
     def __init__(self, then: Callable[[], object] = lambda: time.sleep(1000)) -> None:
         self._then = then
@@ -96,7 +98,9 @@ print(*[process.pid for process in starter.started()], flush=True)
 sys.stdin.read()
 """
     command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         started = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
         assert len(started) == NUM_STARTED + 1

@@ -23,7 +23,9 @@ DEEPSEEK_PLAN = (
     "--gpu-memory",
     "80",
 )
-RECIPES = sorted(path.name for path in (Path(__file__).parent.parent.parent / "recipes").glob("*.yaml"))
+RECIPES = sorted(
+    path.name for path in (Path(__file__).parent.parent.parent / "recipes").glob("*.yaml")
+)
 
 Rolepool = Callable[..., Any]
 
@@ -59,16 +61,28 @@ def test_the_version_is_printed(rolepool: Rolepool) -> None:
     ("arguments", "expected"),
     [
         (("fly",), "'fly': no such command; use one of plan, config, signal, train"),
-        (("plan", "--fast"), "rolepool plan: unrecognized arguments: --fast; see `rolepool plan --help`"),
+        (
+            ("plan", "--fast"),
+            "rolepool plan: unrecognized arguments: --fast; see `rolepool plan --help`",
+        ),
         (("plan", "--inventory"), "rolepool plan: argument --inventory: expected one argument"),
         (("plan", "--gpu", "80"), "rolepool plan: unrecognized arguments: --gpu"),
         (("plan", "trainer.nodes=2"), "trainer.nodes=2: unknown key; did you mean trainer.nnodes?"),
         (("plan", "nowhere.yaml"), "config file nowhere.yaml: cannot be read"),
         (("plan", "recipes"), "config file recipes: cannot be read"),
-        (("plan", "nnodes"), "No such file or directory); give a YAML file, or key=value for an override"),
+        (
+            ("plan", "nnodes"),
+            "No such file or directory); give a YAML file, or key=value for an override",
+        ),
         (("plan", "--inventory", "lots"), "--inventory 'lots': write GPUs per node, such as 8,8,4"),
-        (("plan", "--gpu-memory", "lots"), "--gpu-memory 'lots': write the memory of one GPU, such as 80 (GiB)"),
-        (("plan", "trainer.nnodes=2", "--inventory", "8"), "Not enough GPUs: global_pool needs 8 on node 1"),
+        (
+            ("plan", "--gpu-memory", "lots"),
+            "--gpu-memory 'lots': write the memory of one GPU, such as 80 (GiB)",
+        ),
+        (
+            ("plan", "trainer.nnodes=2", "--inventory", "8"),
+            "Not enough GPUs: global_pool needs 8 on node 1",
+        ),
         (("config", "trainer.nodes"), "trainer.nodes: unknown key; did you mean trainer.nnodes?"),
         (("config", "x" * 300), "unknown key; `rolepool config` lists all keys"),
     ],
@@ -107,27 +121,44 @@ def test_a_plan_with_counts_that_do_not_divide_is_shown_and_refused(rolepool: Ro
     outcome = rolepool("plan", "trainer.n_gpus_per_node=3")
     assert outcome.code == 2
     assert "1 pool on 3 of 3 GPUs" in outcome.out
-    assert "error: data.train_batch_size=1024: 1024 sequences cannot be split into 3 equal parts" in outcome.err
+    assert (
+        "error: data.train_batch_size=1024: 1024 sequences cannot be split into 3 equal parts"
+        in outcome.err
+    )
 
 
 # As a program
 
 
-def test_python_dash_m_is_the_same_program(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    fine, wrong = python("-m", "rolepool", "--version"), python("-m", "rolepool", "plan", "trainer.nodes=2")
+def test_python_dash_m_is_the_same_program(
+    python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    fine, wrong = (
+        python("-m", "rolepool", "--version"),
+        python("-m", "rolepool", "plan", "trainer.nodes=2"),
+    )
     assert (fine.returncode, fine.stdout) == (0, f"rolepool {__version__}\n")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "error: trainer.nodes=2: unknown key; did you mean trainer.nnodes?\n"
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("config",), ("plan",), ("plan", "--json"), ("config", "trainer")])
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("config",), ("plan",), ("plan", "--json"), ("config", "trainer")]
+)
 def test_a_reader_that_leaves_early_is_no_error(
     python: Callable[..., subprocess.CompletedProcess[str]], arguments: tuple[str, ...]
 ) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        ended = python("-m", "rolepool", *arguments, capture_output=False, stdout=writer, stderr=subprocess.PIPE)
+        ended = python(
+            "-m",
+            "rolepool",
+            *arguments,
+            capture_output=False,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+        )
     finally:
         os.close(writer)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -137,7 +168,8 @@ def test_a_reader_that_leaves_early_is_no_error(
 
 
 def test_the_printed_plan_is_the_one_on_record(rolepool: Rolepool) -> None:
-    """After a change on purpose: run it with UPDATE_SNAPSHOTS=1, and paste the snapshot into docs/placement.md."""
+    """After a change on purpose: run it with UPDATE_SNAPSHOTS=1, and paste the snapshot into
+    docs/placement.md."""
     outcome = rolepool(*DEEPSEEK_PLAN)
     assert (outcome.code, outcome.err) == (0, "")
     if os.environ.get("UPDATE_SNAPSHOTS"):
@@ -158,7 +190,11 @@ def test_many_nodes_that_look_alike_are_one_row(rolepool: Rolepool) -> None:
 
 
 def test_gpus_in_no_pool_and_gpus_in_two_pools_are_shown_so(rolepool: Rolepool) -> None:
-    half = ("placement.strategy=custom", "placement.roles.actor_rollout=a", "placement.roles.critic=b")
+    half = (
+        "placement.strategy=custom",
+        "placement.roles.actor_rollout=a",
+        "placement.roles.critic=b",
+    )
     pools = [f"placement.pools.{name}={{per_node: [1], share: 0.5}}" for name in "ab"]
     out = rolepool("plan", *half, *pools, "--inventory", "2").out
     assert re.search(r"^0 +A0 B0 +\. *$", out, flags=re.MULTILINE)
@@ -177,8 +213,15 @@ def test_without_a_gpu_the_plan_shows_cpu_slots_unless_it_is_for_another_machine
 
 
 def test_a_plan_says_where_mps_is_started(rolepool: Rolepool) -> None:
-    pools = ("placement.pools.a={per_node: [1], share: 0.5}", "placement.pools.b={per_node: [1], share: 0.5}")
-    roles = ("placement.roles.actor_rollout=a", "placement.roles.critic=b", "placement.strategy=custom")
+    pools = (
+        "placement.pools.a={per_node: [1], share: 0.5}",
+        "placement.pools.b={per_node: [1], share: 0.5}",
+    )
+    roles = (
+        "placement.roles.actor_rollout=a",
+        "placement.roles.critic=b",
+        "placement.strategy=custom",
+    )
     shared = rolepool("plan", *pools, *roles, "placement.mps=true", "trainer.n_gpus_per_node=2")
     assert "CUDA MPS: started on the nodes of a, b, and stopped with the run\n" in shared.out
     assert "MPS" not in rolepool("plan", *pools, *roles).out
@@ -198,7 +241,9 @@ def test_a_plan_says_where_mps_is_started(rolepool: Rolepool) -> None:
         ("cispo", "policy loss: cispo, aggregated by actor.loss_agg_mode=token-mean"),
     ],
 )
-def test_a_plan_says_how_another_policy_loss_is_aggregated(rolepool: Rolepool, loss: str, line: str) -> None:
+def test_a_plan_says_how_another_policy_loss_is_aggregated(
+    rolepool: Rolepool, loss: str, line: str
+) -> None:
     key = f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"
     out = rolepool("plan", key).out
     assert line in " ".join(out.split())
@@ -214,7 +259,9 @@ def test_a_cpu_plan_speaks_of_slots(rolepool: Rolepool) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_plans_without_problems(rolepool: Rolepool, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+def test_every_recipe_plans_without_problems(
+    rolepool: Rolepool, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
     monkeypatch.setattr("rolepool.placement.checks.num_cores", lambda: 8)
     outcome = rolepool("plan", f"recipes/{recipe}", "--json")
     assert (outcome.code, outcome.err) == (0, "")
@@ -223,11 +270,19 @@ def test_every_recipe_plans_without_problems(rolepool: Rolepool, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("recipe", "shape", "gpu_memory"),
-    [("deepseek7b_split.yaml", "deepseek-llm-7b-chat", "80"), ("qwen0.5b_h200.yaml", "qwen2.5-0.5b", "141GB")],
+    [
+        ("deepseek7b_split.yaml", "deepseek-llm-7b-chat", "80"),
+        ("qwen0.5b_h200.yaml", "qwen2.5-0.5b", "141GB"),
+    ],
 )
-def test_a_recipe_fits_the_gpu_it_was_written_for(rolepool: Rolepool, recipe: str, shape: str, gpu_memory: str) -> None:
+def test_a_recipe_fits_the_gpu_it_was_written_for(
+    rolepool: Rolepool, recipe: str, shape: str, gpu_memory: str
+) -> None:
     model = f"actor_rollout_ref.model.path=recipes/shapes/{shape}"
-    assert rolepool("plan", f"recipes/{recipe}", model, "--gpu-memory", gpu_memory, "--strict").code == 0
+    assert (
+        rolepool("plan", f"recipes/{recipe}", model, "--gpu-memory", gpu_memory, "--strict").code
+        == 0
+    )
 
 
 # The plan as JSON
@@ -248,7 +303,10 @@ def test_json_holds_slots_roles_overlaps_and_memory(rolepool: Rolepool) -> None:
     memory = document["memory"]["pools"]["critic_pool"]
     assert memory["limit_bytes"] == 80 * 2**30
     assert memory["fits"] is True
-    assert memory["peak_bytes"] == memory["overhead_bytes"] + memory["roles"]["critic"]["working_bytes"]
+    assert (
+        memory["peak_bytes"]
+        == memory["overhead_bytes"] + memory["roles"]["critic"]["working_bytes"]
+    )
     assert document["memory"]["unknown"] == {}
     assert (document["problems"], document["advice"]) == ([], [])
 
@@ -263,7 +321,9 @@ def test_json_holds_the_problems_too(rolepool: Rolepool) -> None:
 def test_json_says_what_is_unknown(rolepool: Rolepool) -> None:
     memory = json.loads(rolepool("plan", "--json").out)["memory"]
     assert memory["pools"] == {}
-    assert memory["unknown"] == dict.fromkeys(("actor", "rollout", "critic"), "no model path is set")
+    assert memory["unknown"] == dict.fromkeys(
+        ("actor", "rollout", "critic"), "no model path is set"
+    )
 
 
 # Inventory and memory
@@ -271,13 +331,17 @@ def test_json_says_what_is_unknown(rolepool: Rolepool) -> None:
 
 def test_an_inventory_is_divided_whole(rolepool: Rolepool) -> None:
     batches = ("data.train_batch_size=1000", "actor_rollout_ref.actor.ppo_mini_batch_size=1000")
-    document = json.loads(rolepool("plan", "--inventory", "8,8,4", "placement.strategy=split", "--json", *batches).out)
+    document = json.loads(
+        rolepool("plan", "--inventory", "8,8,4", "placement.strategy=split", "--json", *batches).out
+    )
     assert document["gpus_per_node"] == [8, 8, 4]
     assert len(document["pools"]["critic_pool"]["slots"]) == 10
 
 
 def test_an_inventory_with_counts_of_the_users_own_is_taken_from(rolepool: Rolepool) -> None:
-    document = json.loads(rolepool("plan", "--inventory", "4,8,8", "trainer.nnodes=1", "--json").out)
+    document = json.loads(
+        rolepool("plan", "--inventory", "4,8,8", "trainer.nnodes=1", "--json").out
+    )
     assert document["pools"]["global_pool"]["slots"] == [[1, gpu] for gpu in range(8)]
 
 
@@ -331,7 +395,10 @@ def test_config_of_a_section_explains_its_keys(rolepool: Rolepool) -> None:
     assert outcome.code == 0
     shown = re.findall(r"^([a-z][\w.]+) = ", outcome.out, flags=re.MULTILINE)
     assert shown == [
-        *(f"placement.split.{name}" for name in ("axis", "actor_gpus_per_node", "actor_nodes", "share")),
+        *(
+            f"placement.split.{name}"
+            for name in ("axis", "actor_gpus_per_node", "actor_nodes", "share")
+        ),
         "data.seed",
     ]
 
@@ -340,7 +407,9 @@ def test_config_of_a_section_explains_its_keys(rolepool: Rolepool) -> None:
 
 
 def test_train_refuses_values_that_are_not_built(rolepool: Rolepool) -> None:
-    outcome = rolepool("train", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.name=sglang")
+    outcome = rolepool(
+        "train", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.name=sglang"
+    )
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.splitlines() == [
         "error: actor_rollout_ref.model.path=null: no model is set; give a folder or a hub id",
@@ -352,7 +421,9 @@ def test_train_refuses_values_that_are_not_built(rolepool: Rolepool) -> None:
 
 
 def test_train_takes_a_value_in_force_of_a_key_that_is_not_built(rolepool: Rolepool) -> None:
-    outcome = rolepool("train", "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.name=native")
+    outcome = rolepool(
+        "train", "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.name=native"
+    )
     assert outcome.code == 2, "there is no model"
     assert "not implemented yet" not in outcome.err
 
@@ -366,9 +437,14 @@ def test_train_without_a_model_or_with_one_that_is_not_there_says_so(rolepool: R
     assert "error: actor_rollout_ref.model.path=no/such/folder: " in wrong.err
 
 
-def test_train_reports_a_wrong_config_as_plan_does_and_what_else_it_needs(rolepool: Rolepool) -> None:
+def test_train_reports_a_wrong_config_as_plan_does_and_what_else_it_needs(
+    rolepool: Rolepool,
+) -> None:
     planned, trained = rolepool("plan", "trainer.nodes=2"), rolepool("train", "trainer.nodes=2")
-    assert (planned.code, planned.err) == (2, "error: trainer.nodes=2: unknown key; did you mean trainer.nnodes?\n")
+    assert (planned.code, planned.err) == (
+        2,
+        "error: trainer.nodes=2: unknown key; did you mean trainer.nnodes?\n",
+    )
     assert trained.code == 2
     assert trained.err.startswith(planned.err)
     assert [line.split(":")[1] for line in trained.err.splitlines()[1:]] == [

@@ -15,7 +15,8 @@ from rolepool.cli import main
 from rolepool.config.schema import Key, all_keys, all_sections
 
 WILD_PER_CALL, TAME_PER_CALL = 10, 3
-"""Wild strings are refused one by one, so many share a call; tame ones mostly pass and reach the planner together."""
+"""Wild strings are refused one by one, so many share a call; tame ones mostly pass and reach the
+planner together."""
 
 KEYS = list(all_keys().values())
 NAMES = [*all_keys(), *all_sections()]
@@ -55,14 +56,26 @@ FLAGS = [
 
 
 def nested(draw: random.Random) -> str:
-    opening, closing = draw.choice([("[", "]"), ("{a: ", "}"), ("{a:[", "]}"), ("{", "}"), ("(", ")"), ("${", "}")])
+    opening, closing = draw.choice(
+        [("[", "]"), ("{a: ", "}"), ("{a:[", "]}"), ("{", "}"), ("(", ")"), ("${", "}")]
+    )
     depth = draw.choice([1, 2, 5, 20] if opening == "${" else [1, 2, 5, 30, 100, 400, 2000])
-    return opening * depth + draw.choice(["", "1", "a"]) + closing * draw.choice([depth, depth, depth - 1])
+    return (
+        opening * depth
+        + draw.choice(["", "1", "a"])
+        + closing * draw.choice([depth, depth, depth - 1])
+    )
 
 
 def noise(draw: random.Random) -> str:
     alphabet = draw.choice(
-        [string.printable, string.punctuation, "[]{},:&*!|>'\"%@`#- \n", "${}.:ab", "é\u0300漢\u200b\ud800a="]
+        [
+            string.printable,
+            string.punctuation,
+            "[]{},:&*!|>'\"%@`#- \n",
+            "${}.:ab",
+            "é\u0300漢\u200b\ud800a=",
+        ]
     )
     return "".join(draw.choice(alphabet) for _ in range(draw.randrange(12)))
 
@@ -73,7 +86,11 @@ def flow(draw: random.Random) -> str:
     if draw.random() < 0.5:
         return "[" + ",".join(items) + "]"
     names = ["a", "b", "per_node", "share", "1", "a b", "'x'", "hidden_size", "null"]
-    return "{" + ",".join(f"{draw.choice(names)}{draw.choice([':', ': '])}{item}" for item in items) + "}"
+    return (
+        "{"
+        + ",".join(f"{draw.choice(names)}{draw.choice([':', ': '])}{item}" for item in items)
+        + "}"
+    )
 
 
 def anything(draw: random.Random) -> str:
@@ -99,7 +116,17 @@ def mutated(draw: random.Random, name: str) -> str:
             lambda: name.rsplit(".", 1)[-1],
             lambda: name.upper(),
             lambda: draw.choice(
-                [".", "..", "", " ", "[0]", "a[0]", "placement.pools.", "critic.megatron.x", "data.image_key"]
+                [
+                    ".",
+                    "..",
+                    "",
+                    " ",
+                    "[0]",
+                    "a[0]",
+                    "placement.pools.",
+                    "critic.megatron.x",
+                    "data.image_key",
+                ]
             ),
             lambda: f"placement.pools.{noise(draw)}",
             lambda: (
@@ -129,7 +156,12 @@ def right(draw: random.Random, key: Key) -> str:
     """A value that the key's type allows, though perhaps not together with other keys."""
     if key.path == "placement.pools":
         return draw.choice(
-            ["{a:[2],b:[2]}", "{a:{per_node:[1],share:0.5},b:{per_node:[1],share:0.5}}", "{a:[0,4]}", "{a:[9]}"]
+            [
+                "{a:[2],b:[2]}",
+                "{a:{per_node:[1],share:0.5},b:{per_node:[1],share:0.5}}",
+                "{a:[0,4]}",
+                "{a:[9]}",
+            ]
         )
     if key.type_text.startswith("a mapping"):
         sizes = [
@@ -153,14 +185,27 @@ def right(draw: random.Random, key: Key) -> str:
     if key.type_text.startswith("a number"):
         return draw.choice(["0", "0.1", "0.5", "1", "1e-6"])
     if key.is_text:
-        return draw.choice(["recipes/shapes/qwen2.5-0.5b", "recipes/shapes/deepseek-llm-7b-chat", *WORDS, *UNICODE[:5]])
+        return draw.choice(
+            [
+                "recipes/shapes/qwen2.5-0.5b",
+                "recipes/shapes/deepseek-llm-7b-chat",
+                *WORDS,
+                *UNICODE[:5],
+            ]
+        )
     return draw.choice(["[]", "[console]", "[a.parquet]", "[0.9,0.95]"])
 
 
 def tame(draw: random.Random) -> str:
-    placement = [key for key in KEYS if key.path.startswith(("placement.", "trainer.n", "actor_rollout_ref.model."))]
+    placement = [
+        key
+        for key in KEYS
+        if key.path.startswith(("placement.", "trainer.n", "actor_rollout_ref.model."))
+    ]
     model = [
-        key for key in KEYS if key.path in ("actor_rollout_ref.model.path", "actor_rollout_ref.model.override_config")
+        key
+        for key in KEYS
+        if key.path in ("actor_rollout_ref.model.path", "actor_rollout_ref.model.override_config")
     ]
     key = draw.choice(draw.choice([KEYS, KEYS, KEYS, placement, placement, model]))
     return f"{draw.choice(['', '', '+', '++'])}{key.path}={right(draw, key)}"
@@ -170,22 +215,48 @@ MODEL = "actor_rollout_ref.model.path=recipes/shapes/qwen2.5-0.5b"
 
 
 def plan_of_wild(draw: random.Random) -> list[str]:
-    """After `--` nothing is an option, so that one string that looks like one does not hide the others."""
-    return ["plan", draw.choice(["--json", "--strict"]), "--", *(wild(draw) for _ in range(WILD_PER_CALL))]
+    """After `--` nothing is an option, so that one string that looks like one does not hide the
+    others."""
+    return [
+        "plan",
+        draw.choice(["--json", "--strict"]),
+        "--",
+        *(wild(draw) for _ in range(WILD_PER_CALL)),
+    ]
 
 
 def plan_of_tame(draw: random.Random) -> list[str]:
     starts = [[], [MODEL], ["recipes/demo_split.yaml"], [MODEL, "placement.strategy=split"]]
-    options = [[], ["--json"], ["--strict"], ["--inventory", "8,2,0,4"], ["--gpu-memory", "4"], [draw.choice(FLAGS)]]
-    return ["plan", *draw.choice(starts), *(tame(draw) for _ in range(TAME_PER_CALL)), *draw.choice(options)]
+    options = [
+        [],
+        ["--json"],
+        ["--strict"],
+        ["--inventory", "8,2,0,4"],
+        ["--gpu-memory", "4"],
+        [draw.choice(FLAGS)],
+    ]
+    return [
+        "plan",
+        *draw.choice(starts),
+        *(tame(draw) for _ in range(TAME_PER_CALL)),
+        *draw.choice(options),
+    ]
 
 
 def config_of_anything(draw: random.Random) -> list[str]:
-    keys = [draw.choice(NAMES), mutated(draw, draw.choice(NAMES)), anything(draw), "recipes/demo.yaml"]
+    keys = [
+        draw.choice(NAMES),
+        mutated(draw, draw.choice(NAMES)),
+        anything(draw),
+        "recipes/demo.yaml",
+    ]
     return [
         "config",
         *draw.choice([[], ["--"], [draw.choice(FLAGS)]]),
-        *(draw.choice([draw.choice(keys), wild(draw), tame(draw)]) for _ in range(draw.randrange(3))),
+        *(
+            draw.choice([draw.choice(keys), wild(draw), tame(draw)])
+            for _ in range(draw.randrange(3))
+        ),
     ]
 
 
@@ -202,7 +273,8 @@ def command_of_anything(draw: random.Random) -> list[str]:
 
 
 def answer(arguments: list[str]) -> tuple[int, str]:
-    """Exit code and what was printed, through streams as strict about encoding as a real terminal's."""
+    """Exit code and what was printed, through streams as strict about encoding as a real
+    terminal's."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

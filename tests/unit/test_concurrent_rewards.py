@@ -1,4 +1,5 @@
-"""Calls of a reward function at the same time, and functions that score a whole batch in one call."""
+"""Calls of a reward function at the same time, and functions that score a whole batch in one
+call."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def placed(*keys: str) -> Reward:
     """The reward that these keys name, with functions of the user in processes."""
     config = load_config(overrides=keys).config
     loaded = load_reward_function(config)
-    return loaded.in_processes(lambda function: ScoringProcesses(function, config.custom_reward_function, 4))
+    return loaded.in_processes(
+        lambda function: ScoringProcesses(function, config.custom_reward_function, 4)
+    )
 
 
 @pytest.fixture
@@ -116,7 +119,9 @@ def test_one_call_that_fails_costs_no_other_its_score(
     assert [one.score for one in scored] == [1, 2, 0, 3, 4, 0]
     assert [one.numbers["failed"] for one in scored] == [0, 0, 1, 0, 0, 0]
     (line,) = caplog.messages
-    assert re.search(f"the first: reward=mine: {problem}, for line 3; the response is '{response}'", line)
+    assert re.search(
+        f"the first: reward=mine: {problem}, for line 3; the response is '{response}'", line
+    )
 
 
 def test_an_async_function_that_fails_ends_the_run_and_the_next_batch_can_be_scored() -> None:
@@ -164,7 +169,9 @@ class Judge:
 
 
 def test_an_object_with_an_async_call_is_an_async_function() -> None:
-    assert [one.score for one in process_of(Judge(), num_at_once=2).score_rows(rows("a", "bb"))] == [1, 2]  # type: ignore[arg-type]
+    assert [
+        one.score for one in process_of(Judge(), num_at_once=2).score_rows(rows("a", "bb"))
+    ] == [1, 2]  # type: ignore[arg-type]
 
 
 # Plain functions in several processes
@@ -175,7 +182,9 @@ def wait_and_tell(solution_str: str, **_: Any) -> Any:
     return {"score": float(solution_str), "pid": os.getpid()}
 
 
-def test_a_plain_function_is_spread_over_processes_and_the_order_of_scores_is_that_of_the_rows() -> None:
+def test_a_plain_function_is_spread_over_processes_and_the_order_of_scores_is_that_of_the_rows() -> (
+    None
+):
     process = process_of(wait_and_tell, num_at_once=4)
     texts = [f"{0.01 * (7 - number % 8):.2f}" for number in range(32)]
     scored = process.score_rows(rows(*texts))
@@ -242,7 +251,10 @@ def compute_score(data_sources, solution_strs, ground_truths, extra_infos, scale
     return [{"score": scale * (text == truth), "is_sum": source == "sums"} for source, text, truth in rows]
 """
     (tmp_path / "mine.py").write_text(text, encoding="utf-8")
-    keys = [f"custom_reward_function.path={tmp_path / 'mine.py'}", "custom_reward_function.reward_kwargs={scale: 2}"]
+    keys = [
+        f"custom_reward_function.path={tmp_path / 'mine.py'}",
+        "custom_reward_function.reward_kwargs={scale: 2}",
+    ]
     first, second = score_batch(placed(*keys), batch(), ["7", "c"])
     assert (first.score, second.score) == (2, 0)
     assert (first.numbers, second.numbers) == ({"is_sum": 1}, {"is_sum": 0})
@@ -282,15 +294,23 @@ def test_a_function_for_batches_may_be_async() -> None:
     ("response", "problem"),
     [
         ("few", "returned 2 scores for 3 responses, for 3 responses, from line 1 to line 3"),
-        ("number", "returned float, not a list with a score for each response, for 3 responses, from line 1 to line 3"),
+        (
+            "number",
+            "returned float, not a list with a score for each response, for 3 responses, from line 1 to line 3",
+        ),
         ("nan", "the score is nan; it must be finite, for line 1; the response is 'nan'"),
     ],
 )
 def test_a_batch_without_a_score_for_each_row_is_an_error(response: str, problem: str) -> None:
-    assert str(error_of(process_of(of_the_whole_batch), response, "b", "c")) == f"reward=mine: {problem}"
+    assert (
+        str(error_of(process_of(of_the_whole_batch), response, "b", "c"))
+        == f"reward=mine: {problem}"
+    )
 
 
-def test_a_batch_that_fails_costs_all_its_rows_their_score(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_that_fails_costs_all_its_rows_their_score(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     scored = process_of(of_the_whole_batch).score_rows(rows("fail", "b"))
     assert [(one.score, one.numbers) for one in scored] == [(0, {"failed": 1})] * 2
     assert caplog.messages[0].startswith("2 of 2 samples failed and got score 0")
@@ -309,19 +329,30 @@ def one(**_):
     return 1
 """
     (tmp_path / "mine.py").write_text(text, encoding="utf-8")
-    names = ["exact_match", *(f"{tmp_path / 'mine.py'}:{name}" for name in ("judge", "lengths", "one"))]
+    names = [
+        "exact_match",
+        *(f"{tmp_path / 'mine.py'}:{name}" for name in ("judge", "lengths", "one")),
+    ]
     reward = placed(f"reward.functions=[{','.join(names)}]")
     columns = {**batch(), "raw_prompt": ["", ""]}
     first, second = score_batch(reward, columns, ["7", "bbbb"])
     assert (first.score, second.score) == (1 + 1 + 10 + 1, 0 + 4 + 40 + 1)
-    assert second.numbers == {"exact_match": 0, "judge": 4, "judge/is_long": 1, "lengths": 40, "one": 1}
+    assert second.numbers == {
+        "exact_match": 0,
+        "judge": 4,
+        "judge/is_long": 1,
+        "lengths": 40,
+        "one": 1,
+    }
 
 
 def test_a_row_for_which_one_of_several_functions_fails_has_score_0(tmp_path: Path) -> None:
     text = "def judge(solution_str, **_):\n    return 1 / (len(solution_str) - 1)\n"
     (tmp_path / "mine.py").write_text(text, encoding="utf-8")
     functions = f"reward.functions=[exact_match,{tmp_path / 'mine.py'}:judge]"
-    first, second = score_batch(placed(functions, "custom_reward_function.on_error=zero"), batch(), ["7", "bbb"])
+    first, second = score_batch(
+        placed(functions, "custom_reward_function.on_error=zero"), batch(), ["7", "bbb"]
+    )
     assert (first.score, first.numbers) == (0, {"failed": 1})
     assert (second.score, second.numbers) == (0.5, {"exact_match": 0, "judge": 0.5, "failed": 0})
 
@@ -341,7 +372,9 @@ def forgets(**_):
     (tmp_path / "mine.py").write_text(text, encoding="utf-8")
 
     def score(*names: str) -> list[Any]:
-        functions = [name if name == "exact_match" else f"{tmp_path / 'mine.py'}:{name}" for name in names]
+        functions = [
+            name if name == "exact_match" else f"{tmp_path / 'mine.py'}:{name}" for name in names
+        ]
         return score_batch(placed(f"reward.functions=[{','.join(functions)}]"), batch(), ["7", "b"])
 
     first, second = score("exact_match", "sums", "nothing")
@@ -380,8 +413,12 @@ async def fail_twice_async(solution_str: str, **_: Any) -> int:
 def test_a_connection_that_fails_is_tried_again(function: Any) -> None:
     process = process_of(function, on_error="abort", retries=3)
     assert [one.score for one in process.score_rows(rows("a", "refused", "b"))] == [1, 4, 5]
-    assert str(error_of(process, "never")).endswith("gone, for line 1; the response is 'never' (tried 4 times)")
-    assert str(error_of(process, "wrong")).endswith("on purpose, for line 1; the response is 'wrong'")
+    assert str(error_of(process, "never")).endswith(
+        "gone, for line 1; the response is 'never' (tried 4 times)"
+    )
+    assert str(error_of(process, "wrong")).endswith(
+        "on purpose, for line 1; the response is 'wrong'"
+    )
 
 
 @pytest.mark.parametrize("function", [fail_twice, fail_twice_async])
@@ -393,7 +430,9 @@ def test_without_retries_the_first_error_ends_the_run(function: Any) -> None:
 def test_no_attempt_begins_that_the_time_limit_would_stop(function: Any) -> None:
     """Waits of about 0.5 s and 1 s fit into 2 s, and the next one of about 2 s does not."""
     error = error_of(process_of(function, on_error="abort", retries=100, timeout_s=2), "never")
-    assert re.search(r"ConnectionResetError at .*: gone, for line 1; .* \(tried 3 times\)", str(error))
+    assert re.search(
+        r"ConnectionResetError at .*: gone, for line 1; .* \(tried 3 times\)", str(error)
+    )
 
 
 def fail_slowly(**_: Any) -> int:
@@ -423,12 +462,28 @@ class StatusError(Exception):
         (StatusError(401), False),
         (ValueError(), False),
         (FileNotFoundError(), False),
-        (type("APITimeoutError", (type("APIConnectionError", (Exception,), {"__module__": "openai"}),), {})(), True),
-        (type("ReadTimeout", (type("TransportError", (Exception,), {"__module__": "httpx._exceptions"}),), {})(), True),
+        (
+            type(
+                "APITimeoutError",
+                (type("APIConnectionError", (Exception,), {"__module__": "openai"}),),
+                {},
+            )(),
+            True,
+        ),
+        (
+            type(
+                "ReadTimeout",
+                (type("TransportError", (Exception,), {"__module__": "httpx._exceptions"}),),
+                {},
+            )(),
+            True,
+        ),
         (None, False),
     ],
 )
-def test_which_errors_are_those_of_a_connection(error: BaseException | None, expected: bool) -> None:
+def test_which_errors_are_those_of_a_connection(
+    error: BaseException | None, expected: bool
+) -> None:
     assert is_connection_error(error) == expected
 
 
@@ -451,7 +506,9 @@ def test_errors_of_real_libraries_are_those_of_a_connection(url: str) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "shares"), [(1, [10]), (4, [3, 3, 2, 2])])
 def test_reward_processes_share_the_calls(num_ranks: int, shares: list[int]) -> None:
-    keys = load_config(overrides=["custom_reward_function.max_concurrency=10"]).config.custom_reward_function
+    keys = load_config(
+        overrides=["custom_reward_function.max_concurrency=10"]
+    ).config.custom_reward_function
     function = RewardFunction(wait_and_measure, "f", Path("f.py"))
     assert [calls_at_once(function, keys, rank, num_ranks) for rank in range(num_ranks)] == shares
 
@@ -474,7 +531,9 @@ def test_a_batch_is_not_divided_for_a_function_of_whole_batches(
 
 
 def test_waits_between_attempts_double_up_to_a_limit() -> None:
-    keys = load_config(overrides=["custom_reward_function.retries=2000", "custom_reward_function.timeout_s=1e6"]).config
+    keys = load_config(
+        overrides=["custom_reward_function.retries=2000", "custom_reward_function.timeout_s=1e6"]
+    ).config
     attempts_of_a_call = Retries(keys.custom_reward_function)
     failed = SampleError("x")
     failed.__cause__ = ConnectionError()

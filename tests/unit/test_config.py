@@ -239,10 +239,18 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "rebalance": False,
         "rebalance_gain": 0.1,
     },
-    "environment": {"path": None, "name": None, "timeout_s": 10, "memory_gb": 1, "num_processes": 4},
+    "environment": {
+        "path": None,
+        "name": None,
+        "timeout_s": 10,
+        "memory_gb": 1,
+        "num_processes": 4,
+    },
     "ray_kwargs": {"ray_init.address": NOT_SAID, "ray_init.num_cpus": None},
 }
-EXPECTED_KEYS = {f"{group}.{name}": default for group, keys in EXPECTED.items() for name, default in keys.items()}
+EXPECTED_KEYS = {
+    f"{group}.{name}": default for group, keys in EXPECTED.items() for name, default in keys.items()
+}
 
 CHOICES = {
     "reward_model.reward_manager": "naive batch prime dapo",
@@ -310,7 +318,9 @@ def test_every_documented_choice_is_accepted(key: str) -> None:
 
 
 def test_every_key_says_what_it_means_in_one_sentence_or_more() -> None:
-    without = [key.path for key in all_keys().values() if not re.fullmatch(r"\(?[A-Z].*\.", key.doc)]
+    without = [
+        key.path for key in all_keys().values() if not re.fullmatch(r"\(?[A-Z].*\.", key.doc)
+    ]
     assert without == []
 
 
@@ -380,8 +390,14 @@ def test_the_keys_that_the_user_set_are_known(tmp_path: Path) -> None:
         ("data.train_files=hf:b/c:train", ["hf:b/c:train"]),
         ("data.train_files=null", []),
         ("actor_rollout_ref.model.override_config={a:1}", {"a": 1}),
-        ("actor_rollout_ref.model.override_config={a: 1, b: {c: [x]}}", {"a": 1, "b": {"c": ["x"]}}),
-        ("actor_rollout_ref.model.override_config={a:{b:null},c:1e-6}", {"a": {"b": None}, "c": 1e-6}),
+        (
+            "actor_rollout_ref.model.override_config={a: 1, b: {c: [x]}}",
+            {"a": 1, "b": {"c": ["x"]}},
+        ),
+        (
+            "actor_rollout_ref.model.override_config={a:{b:null},c:1e-6}",
+            {"a": {"b": None}, "c": 1e-6},
+        ),
     ],
 )
 def test_an_override_is_read_as_hydra_reads_it(override: str, expected: object) -> None:
@@ -412,7 +428,10 @@ def test_a_text_key_takes_a_bare_word_as_written(written: str, expected: str) ->
 
 
 def test_null_empties_a_text_key_that_may_be_empty() -> None:
-    assert value("critic.model.path", "actor_rollout_ref.model.path=a", "critic.model.path=null") is None
+    assert (
+        value("critic.model.path", "actor_rollout_ref.model.path=a", "critic.model.path=null")
+        is None
+    )
     assert only_problem("trainer.experiment_name=null") == (
         "trainer.experiment_name=null: must be text; put it in quotes"
     )
@@ -428,11 +447,24 @@ def test_a_group_may_be_set_with_a_dict() -> None:
 
 
 def test_pools_may_be_set_one_by_one_or_together() -> None:
-    rest = ("placement.strategy=custom", "placement.roles.actor_rollout=a", "placement.roles.critic=b")
-    one_by_one = load("placement.pools.a=[2,0,4]", "placement.pools.b={per_node: [1], share: 0.5}", *rest)
-    in_parts = load("placement.pools.a=[2,0,4]", "placement.pools.b.per_node=[1]", "placement.pools.b.share=0.5", *rest)
+    rest = (
+        "placement.strategy=custom",
+        "placement.roles.actor_rollout=a",
+        "placement.roles.critic=b",
+    )
+    one_by_one = load(
+        "placement.pools.a=[2,0,4]", "placement.pools.b={per_node: [1], share: 0.5}", *rest
+    )
+    in_parts = load(
+        "placement.pools.a=[2,0,4]",
+        "placement.pools.b.per_node=[1]",
+        "placement.pools.b.share=0.5",
+        *rest,
+    )
     together = load("placement.pools={a:[2,0,4],b:{per_node:[1],share:0.5}}", *rest)
-    one_after_another = load("placement.pools={a: [2,0,4]}", "placement.pools={b: {per_node: [1], share: 0.5}}", *rest)
+    one_after_another = load(
+        "placement.pools={a: [2,0,4]}", "placement.pools={b: {per_node: [1], share: 0.5}}", *rest
+    )
     assert one_by_one.config == in_parts.config == together.config == one_after_another.config
     assert one_by_one.config.placement.pools["a"].per_node == (2, 0, 4)
     assert one_by_one.config.placement.pools["b"].share == 0.5
@@ -440,14 +472,19 @@ def test_pools_may_be_set_one_by_one_or_together() -> None:
 
 @pytest.mark.parametrize("written", ["~trainer.nnodes", "~trainer.nnodes=2"])
 def test_deleting_a_key_is_refused_with_what_to_write(written: str) -> None:
-    assert only_problem(written).endswith(": keys cannot be deleted; do not set trainer.nnodes to use its default")
+    assert only_problem(written).endswith(
+        ": keys cannot be deleted; do not set trainer.nnodes to use its default"
+    )
 
 
 @pytest.mark.parametrize(
     "written", ["=5", "+=5", "+++trainer.nnodes=1", "trainer..nnodes=1", "1a=2", "a b=1", "nnodes"]
 )
 def test_what_is_no_override_is_refused_with_an_example(written: str) -> None:
-    assert only_problem(written) == f"{written}: not an override; write key=value, such as trainer.nnodes=2"
+    assert (
+        only_problem(written)
+        == f"{written}: not an override; write key=value, such as trainer.nnodes=2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -487,10 +524,14 @@ def test_a_value_left_open_is_not_taken_for_the_default(tmp_path: Path) -> None:
 def test_a_reference_stands_for_the_other_keys_value() -> None:
     assert value("data.seed", "data.seed=${trainer.seed}", "trainer.seed=9") == 9
     assert value(
-        "trainer.project_name", "trainer.project_name=x_${trainer.experiment_name}_${data.seed}", "data.seed=1"
+        "trainer.project_name",
+        "trainer.project_name=x_${trainer.experiment_name}_${data.seed}",
+        "data.seed=1",
     ) == ("x_default_1")
     assert value(
-        "trainer.logger", "trainer.project_name=wandb", "trainer.logger=[console,'${trainer.project_name}']"
+        "trainer.logger",
+        "trainer.project_name=wandb",
+        "trainer.logger=[console,'${trainer.project_name}']",
     ) == [
         "console",
         "wandb",
@@ -498,7 +539,9 @@ def test_a_reference_stands_for_the_other_keys_value() -> None:
 
 
 def test_a_reference_may_go_over_another_reference(tmp_path: Path) -> None:
-    file = write(tmp_path, "a.yaml", "data: {seed: '${critic.ppo_epochs}'}\ntrainer: {seed: '${data.seed}'}")
+    file = write(
+        tmp_path, "a.yaml", "data: {seed: '${critic.ppo_epochs}'}\ntrainer: {seed: '${data.seed}'}"
+    )
     assert load_config([file], ["critic.ppo_epochs=5"]).config.trainer.seed == 5
 
 
@@ -507,7 +550,10 @@ def test_a_default_follows_its_key_until_it_is_set() -> None:
     assert value("critic.ppo_mini_batch_size", mini) == 64
     assert value("critic.ppo_mini_batch_size", mini, "critic.ppo_mini_batch_size=32") == 32
     assert value("critic.model.path", "actor_rollout_ref.model.path=some/model") == "some/model"
-    assert value("actor_rollout_ref.actor.clip_ratio_high", "actor_rollout_ref.actor.clip_ratio=0.3") == 0.3
+    assert (
+        value("actor_rollout_ref.actor.clip_ratio_high", "actor_rollout_ref.actor.clip_ratio=0.3")
+        == 0.3
+    )
     assert value("trainer.default_local_dir", "trainer.experiment_name=007") == "runs/007"
 
 
@@ -530,10 +576,15 @@ def test_two_keys_that_refer_to_each_other_are_both_reported() -> None:
 
 
 def test_a_reference_to_a_value_of_another_type_is_a_wrong_type() -> None:
-    assert only_problem("trainer.seed=${trainer.device}") == "trainer.seed=auto: must be an integer, at least 0"
+    assert (
+        only_problem("trainer.seed=${trainer.device}")
+        == "trainer.seed=auto: must be an integer, at least 0"
+    )
 
 
-@pytest.mark.parametrize("written", ["trainer.seed=${", "trainer.experiment_name=${", "trainer.experiment_name=a${b"])
+@pytest.mark.parametrize(
+    "written", ["trainer.seed=${", "trainer.experiment_name=${", "trainer.experiment_name=a${b"]
+)
 def test_a_reference_left_open_is_one_problem(written: str) -> None:
     assert only_problem(written).startswith(f"{written}: ")
 
@@ -549,7 +600,11 @@ def test_files_are_merged_from_left_to_right_and_overrides_come_last(tmp_path: P
 
 
 def test_pools_of_several_files_come_together(tmp_path: Path) -> None:
-    one = write(tmp_path, "one.yaml", "placement: {strategy: custom, pools: {a: [2]}, roles: {actor_rollout: a}}")
+    one = write(
+        tmp_path,
+        "one.yaml",
+        "placement: {strategy: custom, pools: {a: [2]}, roles: {actor_rollout: a}}",
+    )
     two = write(tmp_path, "two.yaml", "placement: {pools: {b: [1]}, roles: {critic: b}}")
     three = write(tmp_path, "three.yaml", "placement: {pools: {b: {per_node: [3]}}}")
     pools = load_config([one, two, three]).config.placement.pools
@@ -558,7 +613,9 @@ def test_pools_of_several_files_come_together(tmp_path: Path) -> None:
 
 def test_lists_are_replaced_and_not_joined(tmp_path: Path) -> None:
     one = write(tmp_path, "one.yaml", "trainer: {logger: [console, wandb]}")
-    assert load_config([one], ["trainer.logger=[tensorboard]"]).config.trainer.logger == ("tensorboard",)
+    assert load_config([one], ["trainer.logger=[tensorboard]"]).config.trainer.logger == (
+        "tensorboard",
+    )
 
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
@@ -566,7 +623,12 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_number_in_scientific_notation_is_a_number_in_files_too(tmp_path: Path) -> None:
-    assert load_config([write(tmp_path, "a.yaml", "critic: {optim: {lr: 1e-6}}")]).config.critic.optim.lr == 1e-6
+    assert (
+        load_config(
+            [write(tmp_path, "a.yaml", "critic: {optim: {lr: 1e-6}}")]
+        ).config.critic.optim.lr
+        == 1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -574,12 +636,20 @@ def test_a_number_in_scientific_notation_is_a_number_in_files_too(tmp_path: Path
     [
         ("- a\n- b\n", "must contain keys and values, not a list"),
         ("a: [1\n", "line 2, column 1: not valid YAML (did not find expected ',' or ']'); fix it"),
-        ("a: 1\n a: 2\n", "line 2, column 3: not valid YAML (mapping values are not allowed in this context); fix it"),
-        ("trainer:\n  seed: 1\n  seed: 2\n", "line 3, column 3: not valid YAML (found duplicate key seed); fix it"),
+        (
+            "a: 1\n a: 2\n",
+            "line 2, column 3: not valid YAML (mapping values are not allowed in this context); fix it",
+        ),
+        (
+            "trainer:\n  seed: 1\n  seed: 2\n",
+            "line 3, column 3: not valid YAML (found duplicate key seed); fix it",
+        ),
         ("x: !!binary /w==", "bytes"),
     ],
 )
-def test_a_file_that_holds_no_keys_is_one_problem_with_its_name(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_file_that_holds_no_keys_is_one_problem_with_its_name(
+    tmp_path: Path, text: str, expected: str
+) -> None:
     file = write(tmp_path, "bad.yaml", text)
     (problem,) = problems(files=(file,))
     assert re.match(re.escape(f"config file {show(file)}") + "(: |, line)", problem)
@@ -598,7 +668,11 @@ def test_a_missing_file_is_one_problem(file: str) -> None:
 
 
 def test_keys_of_a_file_are_checked_as_overrides_are(tmp_path: Path) -> None:
-    file = write(tmp_path, "a.yaml", "trainer: {nodes: 2, nnodes: two}\ndata: null\ncritic: {strategy: other}\n1: 2\n")
+    file = write(
+        tmp_path,
+        "a.yaml",
+        "trainer: {nodes: 2, nnodes: two}\ndata: null\ncritic: {strategy: other}\n1: 2\n",
+    )
     assert problems(files=(file,)) == [
         "trainer.nodes=2: unknown key; did you mean trainer.nnodes?",
         "data=null: is a section; set one of its keys, such as data.train_files, data.val_files",
@@ -618,7 +692,10 @@ def test_keys_of_a_file_are_checked_as_overrides_are(tmp_path: Path) -> None:
         ("trainer.n_gpu_per_node", "trainer.n_gpus_per_node"),
         ("nnodes", "trainer.nnodes"),
         ("rollout.temperature", "actor_rollout_ref.rollout.temperature"),
-        ("actor_rollout_ref.actor.ppo_mini_batchsize", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+        (
+            "actor_rollout_ref.actor.ppo_mini_batchsize",
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+        ),
         ("actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio"),
         ("actor_rollout_ref.rollout.kl_loss_coef", "actor_rollout_ref.actor.kl_loss_coef"),
         ("algorithm.adv_estimater", "algorithm.adv_estimator"),
@@ -685,7 +762,9 @@ def test_a_group_is_not_a_key() -> None:
         ("data.truncation=5", "must be one of error, left, right, middle"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_answered_with_key_value_and_what_is_allowed(override: str, allowed: str) -> None:
+def test_a_wrong_value_is_answered_with_key_value_and_what_is_allowed(
+    override: str, allowed: str
+) -> None:
     assert only_problem(override) == f"{override}: {allowed}"
 
 
@@ -697,19 +776,42 @@ def test_a_wrong_value_is_answered_with_key_value_and_what_is_allowed(override: 
             "trainer.logger.1=files: must be 'console', 'verl', 'tensorboard', 'wandb', 'mlflow' or 'file'",
         ),
         ("critic.optim.betas=[0.9,1]", "critic.optim.betas.1=1: must be less than 1"),
-        ("critic.optim.betas=[0.9]", "critic.optim.betas.1: Field required; see `rolepool config critic.optim.betas`"),
+        (
+            "critic.optim.betas=[0.9]",
+            "critic.optim.betas.1: Field required; see `rolepool config critic.optim.betas`",
+        ),
         ("placement.pools.a=[]", "placement.pools.a.per_node=[]: must hold at least one process"),
-        ("placement.pools.a=[0,0]", "placement.pools.a.per_node=[0,0]: must hold at least one process"),
-        ("placement.pools.a=[-1]", "placement.pools.a.per_node.0=-1: must be greater than or equal to 0"),
-        ("placement.pools.a=2", "placement.pools.a=2: must be a list such as [2,2], or {per_node: [2,2], share: 0.5}"),
+        (
+            "placement.pools.a=[0,0]",
+            "placement.pools.a.per_node=[0,0]: must hold at least one process",
+        ),
+        (
+            "placement.pools.a=[-1]",
+            "placement.pools.a.per_node.0=-1: must be greater than or equal to 0",
+        ),
+        (
+            "placement.pools.a=2",
+            "placement.pools.a=2: must be a list such as [2,2], or {per_node: [2,2], share: 0.5}",
+        ),
         ("placement.pools.a={share: 0.5}", "placement.pools.a.per_node: Field required"),
-        ("placement.pools.a={per_node: [1], gpus: 2}", "placement.pools.a.gpus=2: Extra inputs are not permitted"),
-        ("placement.pools.a={per_node: [1], share: 0}", "placement.pools.a.share=0: must be greater than 0"),
+        (
+            "placement.pools.a={per_node: [1], gpus: 2}",
+            "placement.pools.a.gpus=2: Extra inputs are not permitted",
+        ),
+        (
+            "placement.pools.a={per_node: [1], share: 0}",
+            "placement.pools.a.share=0: must be greater than 0",
+        ),
         ("placement.pools={'a b': [1]}", "placement.pools.a b=a b: String should match pattern"),
-        ("placement.pools={1: [1]}", "placement.pools.1=1: must be a valid string; put it in quotes"),
+        (
+            "placement.pools={1: [1]}",
+            "placement.pools.1=1: must be a valid string; put it in quotes",
+        ),
     ],
 )
-def test_a_wrong_value_inside_a_list_or_a_pool_is_named_by_its_place(override: str, expected: str) -> None:
+def test_a_wrong_value_inside_a_list_or_a_pool_is_named_by_its_place(
+    override: str, expected: str
+) -> None:
     assert only_problem(override, "placement.strategy=custom").startswith(expected)
 
 
@@ -724,7 +826,9 @@ def test_a_long_value_is_shown_shortened() -> None:
 
 
 def test_a_value_with_line_breaks_is_shown_on_one_line() -> None:
-    assert only_problem("trainer.device=a\nb") == "trainer.device=a b: must be one of auto, cpu, cuda"
+    assert (
+        only_problem("trainer.device=a\nb") == "trainer.device=a b: must be one of auto, cpu, cuda"
+    )
 
 
 def test_a_wrong_value_that_others_follow_is_reported_once() -> None:
@@ -819,24 +923,32 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         "critic.enable=false: algorithm.adv_estimator=gae",
     ]
     assert len(found) == len(beginnings)
-    assert all(problem.startswith(beginning) for problem, beginning in zip(found, beginnings, strict=True)), found
+    assert all(
+        problem.startswith(beginning) for problem, beginning in zip(found, beginnings, strict=True)
+    ), found
 
 
 def test_a_rule_about_a_wrong_value_is_not_reported_on_top() -> None:
-    assert only_problem("data.train_batch_size=x", "actor_rollout_ref.actor.ppo_mini_batch_size=100") == (
-        "data.train_batch_size=x: must be an integer, at least 1"
-    )
+    assert only_problem(
+        "data.train_batch_size=x", "actor_rollout_ref.actor.ppo_mini_batch_size=100"
+    ) == ("data.train_batch_size=x: must be an integer, at least 1")
 
 
 def test_the_same_problem_twice_is_said_once() -> None:
-    assert only_problem("trainer.nodes=2", "trainer.nodes=2").startswith("trainer.nodes=2: unknown key")
+    assert only_problem("trainer.nodes=2", "trainer.nodes=2").startswith(
+        "trainer.nodes=2: unknown key"
+    )
 
 
 def test_an_error_survives_the_trip_between_processes() -> None:
     error = ConfigError(["one", "two"])
     arrived = pickle.loads(pickle.dumps(error))  # noqa: S301
     assert isinstance(arrived, RolepoolError)
-    assert (type(arrived), arrived.problems, str(arrived)) == (ConfigError, ("one", "two"), "one\ntwo")
+    assert (type(arrived), arrived.problems, str(arrived)) == (
+        ConfigError,
+        ("one", "two"),
+        "one\ntwo",
+    )
 
 
 def test_a_single_item_of_a_list_needs_no_brackets():
@@ -860,12 +972,16 @@ def test_a_pool_written_as_a_list_takes_a_share_and_null_removes_a_pool():
 # Functions by name
 
 
-@pytest.mark.parametrize("key", ["algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"])
+@pytest.mark.parametrize(
+    "key", ["algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"]
+)
 def test_a_function_of_the_user_is_checked_for_its_form_and_not_imported(key: str) -> None:
     assert value(key, f"{key}=no_such_package.module:function") == "no_such_package.module:function"
     for wrong in ("nope", "module:", ":function", "a.b:c.d", "my file.py:f"):
         problem = only_problem(f"{key}={wrong}")
-        assert problem.startswith(f"{key}={wrong}: must be one of {'gae, grpo' if 'adv' in key else 'vanilla'}")
+        assert problem.startswith(
+            f"{key}={wrong}: must be one of {'gae, grpo' if 'adv' in key else 'vanilla'}"
+        )
         assert problem.endswith("or a function of your own as module:function")
 
 

@@ -1,4 +1,5 @@
-"""What a training run prints: its start, a short line for each step, and on request verl's long line."""
+"""What a training run prints: its start, a short line for each step, and on request verl's long
+line."""
 
 from __future__ import annotations
 
@@ -33,16 +34,26 @@ def test_the_short_line_has_the_six_numbers_of_a_step() -> None:
 
 def test_the_kl_is_the_one_that_the_run_penalizes_if_there_is_one() -> None:
     assert "KL 0.2500" in short_line(3, {**STEP, "actor/kl_loss": 0.25})
-    assert "KL 0.7500" in short_line(3, {**STEP, "actor/kl_loss": 0.25, "actor/reward_kl_penalty": 0.75})
+    assert "KL 0.7500" in short_line(
+        3, {**STEP, "actor/kl_loss": 0.25, "actor/reward_kl_penalty": 0.75}
+    )
     warmup = {name: number for name, number in STEP.items() if name != "actor/ppo_kl"}
     assert short_line(3, warmup) == SHORT.replace("  KL 0.0012", "")
 
 
 @pytest.mark.parametrize(
     ("loggers", "starts"),
-    [([], []), (["console"], [SHORT]), (["verl"], [LONG]), (["console", "verl"], [LONG, SHORT]), (["wandb"], [])],
+    [
+        ([], []),
+        (["console"], [SHORT]),
+        (["verl"], [LONG]),
+        (["console", "verl"], [LONG, SHORT]),
+        (["wandb"], []),
+    ],
 )
-def test_loggers_choose_the_lines(capsys: pytest.CaptureFixture[str], loggers: list[str], starts: list[str]) -> None:
+def test_loggers_choose_the_lines(
+    capsys: pytest.CaptureFixture[str], loggers: list[str], starts: list[str]
+) -> None:
     console = TrainingConsole(loggers)
     with console.progress_of(60):
         console.on_row(3, STEP)
@@ -51,7 +62,9 @@ def test_loggers_choose_the_lines(capsys: pytest.CaptureFixture[str], loggers: l
     if "verl" in loggers:
         assert lines.pop() == "step:3 - timing_s/save_checkpoint:1"
         assert parse_log(lines) == [{3: STEP}]
-    assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * len(starts)
+    assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [
+        True
+    ] * len(starts)
 
 
 @pytest.mark.parametrize("loggers", [[], ["console"]])
@@ -60,7 +73,9 @@ def test_the_start_is_printed_without_a_terminal_with_the_time_of_each_part(
 ) -> None:
     console = TrainingConsole(loggers)
     console.on_phase("reading prompts")
-    assert capsys.readouterr().out == "reading prompts ...\n", "at once, not when the part has ended"
+    assert capsys.readouterr().out == "reading prompts ...\n", (
+        "at once, not when the part has ended"
+    )
     with console.progress_of(60):
         console.on_phase("starting 8 processes")
     said = r"starting 8 processes \.\.\. \(reading prompts took \d+\.\d s\)\n"
@@ -73,7 +88,9 @@ def test_only_rays_note_that_it_uses_a_token_is_dropped() -> None:
     import rolepool.cluster  # noqa: F401 (which sets the filter)
 
     written = io.StringIO()
-    handler = logging.StreamHandler(written)  # Ray's own writes to where standard error was when Ray was imported
+    handler = logging.StreamHandler(
+        written
+    )  # Ray's own writes to where standard error was when Ray was imported
     ray_tokens.logger.addHandler(handler)
     try:
         ray_tokens._warn_token_auth_enabled()
@@ -83,7 +100,11 @@ def test_only_rays_note_that_it_uses_a_token_is_dropped() -> None:
     assert written.getvalue().startswith("Token authentication is disabled for this Ray cluster")
 
 
-SAMPLE = {"prompt": "system You are helpful. user 2 + 2 =", "question": "2 + 2 =\nhow much?", "response": "4"}
+SAMPLE = {
+    "prompt": "system You are helpful. user 2 + 2 =",
+    "question": "2 + 2 =\nhow much?",
+    "response": "4",
+}
 
 
 def summary_of(console: TrainingConsole, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -106,7 +127,9 @@ def test_the_table_shows_questions_and_rounded_scores_and_the_step(
 def test_the_newest_responses_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = TrainingConsole([])
     console.on_samples(0, [{**SAMPLE, "ground_truth": "4", "score": 0.0}])
-    console.on_training_samples(9, [{**SAMPLE, "response": "four", "ground_truth": None, "score": 1.0}])
+    console.on_training_samples(
+        9, [{**SAMPLE, "response": "four", "ground_truth": None, "score": 1.0}]
+    )
     summary = summary_of(console, tmp_path, capsys)
     assert summary.startswith("responses of training step 9\n")
     assert " four " in summary
@@ -137,10 +160,18 @@ def test_the_question_is_what_the_user_asked_last(prompt: object, question: str)
 
 @pytest.mark.parametrize(
     ("are_terminals", "no_color", "expected"),
-    [((True, True), None, None), ((True, False), None, "0"), ((False, True), None, "0"), ((True, True), "1", "0")],
+    [
+        ((True, True), None, None),
+        ((True, False), None, "0"),
+        ((False, True), None, "0"),
+        ((True, True), "1", "0"),
+    ],
 )
 def test_ray_prints_colours_only_in_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, are_terminals: tuple[bool, bool], no_color: str | None, expected: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    are_terminals: tuple[bool, bool],
+    no_color: str | None,
+    expected: str | None,
 ) -> None:
     from rolepool.cluster import connection
 
@@ -157,7 +188,9 @@ def test_ray_prints_colours_only_in_a_terminal(
     assert os.environ.get(connection.COLOUR_SWITCH) == expected
 
 
-def test_the_paragraph_that_ray_prints_after_a_kill_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_paragraph_that_ray_prints_after_a_kill_is_dropped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     import ray
     from ray._private.ray_logging import stdout_deduplicator
 
@@ -167,7 +200,10 @@ def test_the_paragraph_that_ray_prints_after_a_kill_is_dropped(capsys: pytest.Ca
     binary = Path(ray.__file__).parent / "core/src/ray/raylet/raylet"
     paragraph = connection.RAY_PARAGRAPHS[1]
     assert paragraph.encode() in binary.read_bytes(), "Ray has other words for it now"
-    lines = [f"{paragraph} by an unexpected system error. To troubleshoot ...", "a line of a worker"]
+    lines = [
+        f"{paragraph} by an unexpected system error. To troubleshoot ...",
+        "a line of a worker",
+    ]
     (batch,) = stdout_deduplicator.deduplicate({"lines": lines, "pid": "raylet", "is_err": False})
     assert batch["lines"] == ["a line of a worker"]
 

@@ -1,4 +1,5 @@
-"""A checkpoint that has changed since it was saved is not used: the older one is, or the error names the file."""
+"""A checkpoint that has changed since it was saved is not used: the older one is, or the error
+names the file."""
 
 from __future__ import annotations
 
@@ -81,7 +82,9 @@ def short_random_state(checkpoint: Path) -> None:
 
 def another_step(checkpoint: Path) -> None:
     without_hashes(checkpoint)
-    (checkpoint / "trainer.json").write_text(Position(step=10**9, data={}, kl_controller={}).model_dump_json())
+    (checkpoint / "trainer.json").write_text(
+        Position(step=10**9, data={}, kl_controller={}).model_dump_json()
+    )
 
 
 def many_ranks(checkpoint: Path) -> None:
@@ -116,7 +119,9 @@ def empty_hashes_of_a_rank(checkpoint: Path) -> None:
 
 def one_hash_of_a_rank_is_missing(checkpoint: Path) -> None:
     hashes = (checkpoint / RANK_FILE).with_suffix(".sha256")
-    hashes.write_text("".join(line for line in hashes.open() if not line.endswith(".safetensors\n")))
+    hashes.write_text(
+        "".join(line for line in hashes.open() if not line.endswith(".safetensors\n"))
+    )
 
 
 def hashes_of_a_file_elsewhere(checkpoint: Path) -> None:
@@ -127,7 +132,9 @@ def hashes_of_a_file_elsewhere(checkpoint: Path) -> None:
 
 
 def change_state(checkpoint: Path) -> None:
-    (checkpoint / "trainer.json").write_text(Position(step=2, data={"x": 1}, kl_controller={}).model_dump_json())
+    (checkpoint / "trainer.json").write_text(
+        Position(step=2, data={"x": 1}, kl_controller={}).model_dump_json()
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,8 +170,12 @@ def test_the_older_checkpoint_is_used_and_one_line_says_why(
     assert line.startswith(f"skipping {newest}: ") and reason in line and "\n" not in line
 
 
-@pytest.mark.parametrize("damage", [flip_two_bytes, another_step, nested_state, no_hash_of_the_state])
-def test_a_damaged_checkpoint_that_is_named_is_an_error(run: Path, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "damage", [flip_two_bytes, another_step, nested_state, no_hash_of_the_state]
+)
+def test_a_damaged_checkpoint_that_is_named_is_an_error(
+    run: Path, damage: Callable[[Path], None]
+) -> None:
     newest = model_files.checkpoint_folder(run, 2)
     damage(newest)
     with pytest.raises(ConfigError) as caught:
@@ -172,19 +183,26 @@ def test_a_damaged_checkpoint_that_is_named_is_an_error(run: Path, damage: Calla
     assert len(caught.value.problems) == 1 and str(newest) in str(caught.value)
 
 
-def test_if_every_checkpoint_is_damaged_a_run_does_not_begin_again(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_if_every_checkpoint_is_damaged_a_run_does_not_begin_again(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     flip_two_bytes(model_files.checkpoint_folder(run, 2))
     empty_hash_of_the_state(model_files.checkpoint_folder(run, 1))
     before = files_of(run)
     with pytest.raises(ConfigError) as caught:
         found(run)
     summary, newest, oldest = caught.value.problems
-    assert summary.startswith(f"trainer.resume_mode=auto: all 2 checkpoints of {run} cannot be used")
+    assert summary.startswith(
+        f"trainer.resume_mode=auto: all 2 checkpoints of {run} cannot be used"
+    )
     assert "trainer.resume_mode=disable" in summary
     assert (
-        newest.startswith(str(run / "checkpoints/step_000002")) and "its hash is not the one that was saved" in newest
+        newest.startswith(str(run / "checkpoints/step_000002"))
+        and "its hash is not the one that was saved" in newest
     )
-    assert oldest.startswith(str(run / "checkpoints/step_000001")) and "no list has its hash" in oldest
+    assert (
+        oldest.startswith(str(run / "checkpoints/step_000001")) and "no list has its hash" in oldest
+    )
     assert files_of(run) == before and not caplog.messages
     assert found(run, "trainer.resume_mode=disable") is None
 
@@ -207,7 +225,9 @@ def files_of(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("damage", [without_hashes, no_hash_of_the_state, empty_hashes_of_a_rank])
-def test_the_error_says_how_to_accept_a_checkpoint_without_hashes(run: Path, damage: Callable[[Path], None]) -> None:
+def test_the_error_says_how_to_accept_a_checkpoint_without_hashes(
+    run: Path, damage: Callable[[Path], None]
+) -> None:
     """Following it, once for each folder without a list, makes the checkpoint usable."""
     newest = model_files.checkpoint_folder(run, 2)
     damage(newest)
@@ -234,7 +254,9 @@ def test_every_file_has_a_hash_that_sha256sum_accepts(run: Path) -> None:
     newest = model_files.checkpoint_folder(run, 2)
     for folder in (newest, newest / "actor"):
         lists = [file.name for file in folder.glob("*.sha256")]
-        checked = subprocess.run(["sha256sum", "--check", *lists], cwd=folder, capture_output=True, text=True)
+        checked = subprocess.run(
+            ["sha256sum", "--check", *lists], cwd=folder, capture_output=True, text=True
+        )
         assert checked.returncode == 0, checked.stderr
         files = {file.name for file in folder.iterdir() if file.is_file()} - {*lists}
         assert {line.split(":")[0] for line in checked.stdout.splitlines()} == files

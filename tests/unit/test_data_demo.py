@@ -1,4 +1,5 @@
-"""The demo's folders are whole or absent, always the same, and hold a task that must be learned from the prompt."""
+"""The demo's folders are whole or absent, always the same, and hold a task that must be learned
+from the prompt."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ def names_in(folder: Path) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 # The task
@@ -47,16 +52,23 @@ def test_every_letter_is_answered_with_the_next_one() -> None:
 
 
 def test_validation_prompts_do_not_occur_in_training(made: Demo) -> None:
-    train, val = ([row["prompt"][0]["content"] for row in rows(file)] for file in (made.train_file, made.val_file))
+    train, val = (
+        [row["prompt"][0]["content"] for row in rows(file)]
+        for file in (made.train_file, made.val_file)
+    )
     assert (len(set(train)), len(set(val))) == (len(train), len(val)) == (3840, 256)
     assert not set(train) & set(val)
 
 
 def test_no_answer_that_ignores_the_prompt_earns_much(made: Demo) -> None:
-    """Positions are scored one by one, so the best constant answer is the best letter of each position."""
+    """Positions are scored one by one, so the best constant answer is the best letter of each
+    position."""
     for file in (made.train_file, made.val_file):
         truths = [row["reward_model"]["ground_truth"].split() for row in rows(file)]
-        best = [max(letters.count(letter) for letter in demo.LETTERS) for letters in zip(*truths, strict=True)]
+        best = [
+            max(letters.count(letter) for letter in demo.LETTERS)
+            for letters in zip(*truths, strict=True)
+        ]
         assert sum(best) / len(best) / len(truths) < 0.2
 
 
@@ -65,7 +77,10 @@ def test_the_right_answer_earns_everything_and_its_parts_earn_parts(made: Demo) 
     rule, truth = rule_for(row["data_source"]), row["reward_model"]["ground_truth"]
     assert rule(truth, truth) == 1
     for num_right in range(demo.NUM_LETTERS_PER_PROMPT):
-        assert rule(" ".join(truth.split()[:num_right]), truth) == num_right / demo.NUM_LETTERS_PER_PROMPT
+        assert (
+            rule(" ".join(truth.split()[:num_right]), truth)
+            == num_right / demo.NUM_LETTERS_PER_PROMPT
+        )
 
 
 def test_prompts_and_answers_survive_the_tokenizer(made: Demo) -> None:
@@ -77,7 +92,10 @@ def test_prompts_and_answers_survive_the_tokenizer(made: Demo) -> None:
         truth = row["reward_model"]["ground_truth"]
         answer_ids = tokenizer(truth)["input_ids"]
         assert len(answer_ids) == demo.NUM_LETTERS_PER_PROMPT
-        assert tokenizer.decode([*answer_ids, tokenizer.eos_token_id], skip_special_tokens=True) == truth
+        assert (
+            tokenizer.decode([*answer_ids, tokenizer.eos_token_id], skip_special_tokens=True)
+            == truth
+        )
 
 
 def test_all_tokens_but_padding_and_end_are_words_that_a_response_shows(made: Demo) -> None:
@@ -95,7 +113,10 @@ def test_the_model_is_a_small_transformer_that_answers_at_random(made: Demo) -> 
     model = AutoModelForCausalLM.from_pretrained(made.model)
     assert 200_000 < model.num_parameters() < 500_000
     tokenizer = load_tokenizer(PolicyModelConfig(path=str(made.model)))
-    assert (model.config.eos_token_id, model.config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert (model.config.eos_token_id, model.config.pad_token_id) == (
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
     with torch.no_grad():
         probabilities = model(torch.tensor([[4, 5, 6, 7, 3]])).logits[0, -1].softmax(-1)
     assert len(probabilities) == len(tokenizer)
@@ -104,15 +125,22 @@ def test_the_model_is_a_small_transformer_that_answers_at_random(made: Demo) -> 
 
 def test_the_reward_model_gives_one_number_for_a_sequence_of_any_padding(made: Demo) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(made.reward_model)
-    assert (model.config.num_labels, len(AutoTokenizer.from_pretrained(made.reward_model))) == (1, 12)
+    assert (model.config.num_labels, len(AutoTokenizer.from_pretrained(made.reward_model))) == (
+        1,
+        12,
+    )
     with torch.no_grad():
         scores = model(torch.tensor([[4, 5, 3, 6, 7], [5, 5, 3, 6, 7]])).logits
-        padded = model(torch.tensor([[4, 5, 3, 6, 7, 0]]), attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0]])).logits
+        padded = model(
+            torch.tensor([[4, 5, 3, 6, 7, 0]]), attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0]])
+        ).logits
     assert scores.shape == (2, 1)
     torch.testing.assert_close(padded[0], scores[0])
 
 
-def test_the_command_makes_all_that_the_demos_recipes_name(rolepool: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_command_makes_all_that_the_demos_recipes_name(
+    rolepool: Callable[..., Any], tmp_path: Path
+) -> None:
     folder = tmp_path / "demo"
     for _ in range(2):
         assert rolepool("demo", str(folder)) == (0, f"{folder}\n", "")
@@ -124,7 +152,9 @@ def test_the_command_makes_all_that_the_demos_recipes_name(rolepool: Callable[..
 # Whole or absent
 
 
-def test_two_makings_are_the_same_byte_for_byte_and_leave_the_random_numbers_alone(tmp_path: Path) -> None:
+def test_two_makings_are_the_same_byte_for_byte_and_leave_the_random_numbers_alone(
+    tmp_path: Path,
+) -> None:
     torch.manual_seed(1)
     make_demo(tmp_path / "1")
     drawn = torch.rand(1)
@@ -134,7 +164,9 @@ def test_two_makings_are_the_same_byte_for_byte_and_leave_the_random_numbers_alo
     assert contents(tmp_path / "1") == contents(tmp_path / "deep" / "down" / "2")
 
 
-def test_a_folder_that_is_there_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_there_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = make_demo(tmp_path / "demo")
     (first.folder / "note.txt").write_text("mine", encoding="utf-8")
     monkeypatch.setattr(demo, "_write", lambda new: pytest.fail("written again"))
@@ -142,7 +174,9 @@ def test_a_folder_that_is_there_is_left_as_it_is(tmp_path: Path, monkeypatch: py
     assert names_in(tmp_path) == ["demo"]
 
 
-def test_a_making_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_making_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(demo, "MODEL_FILES", Path("no such folder"))
     with pytest.raises(FileNotFoundError):
         make_demo(tmp_path / "demo")
@@ -174,6 +208,10 @@ def test_of_two_that_make_it_at_once_the_slower_one_takes_the_others(
 
 
 def test_every_prompt_of_the_alphabet_is_in_one_of_the_files(made: Demo) -> None:
-    written = [row["prompt"][0]["content"] for file in (made.train_file, made.val_file) for row in rows(file)]
+    written = [
+        row["prompt"][0]["content"]
+        for file in (made.train_file, made.val_file)
+        for row in rows(file)
+    ]
     every = itertools.product(demo.LETTERS, repeat=demo.NUM_LETTERS_PER_PROMPT)
     assert sorted(written) == sorted(" ".join(letters) for letters in every)

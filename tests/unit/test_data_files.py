@@ -30,8 +30,13 @@ def problems(*overrides: str) -> list[str]:
 def test_good_files_have_no_problems(tmp_path: Path) -> None:
     parquet = tmp_path / "val.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROW] * 3), parquet)
-    (tmp_path / "mine.py").write_text("from math import sqrt as root\nclass A:\n    def f(self): ...\nscore = root\n")
-    files = [f"data.train_files={jsonl(tmp_path / 'train.jsonl', ROW)}", f"data.val_files={parquet}"]
+    (tmp_path / "mine.py").write_text(
+        "from math import sqrt as root\nclass A:\n    def f(self): ...\nscore = root\n"
+    )
+    files = [
+        f"data.train_files={jsonl(tmp_path / 'train.jsonl', ROW)}",
+        f"data.val_files={parquet}",
+    ]
     assert problems(*files) == []
     for name in ("root", "A", "score"):
         own = f"custom_reward_function.path={tmp_path / 'mine.py'}"
@@ -40,7 +45,11 @@ def test_good_files_have_no_problems(tmp_path: Path) -> None:
 
 
 def test_all_problems_are_reported_together(tmp_path: Path) -> None:
-    nowhere, broken, empty = tmp_path / "nowhere.jsonl", tmp_path / "broken.parquet", jsonl(tmp_path / "empty.jsonl")
+    nowhere, broken, empty = (
+        tmp_path / "nowhere.jsonl",
+        tmp_path / "broken.parquet",
+        jsonl(tmp_path / "empty.jsonl"),
+    )
     broken.write_text("a,b", encoding="utf-8")
     bad = jsonl(tmp_path / "bad.jsonl", {"question": "a", "answer": "b"}, "not looked at")
     (tmp_path / "mine.py").write_text("def f(): ...\ndef g(): ...\n")
@@ -64,11 +73,27 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "keys", "expected"),
     [
-        ({"prompt": "a", "answer": "7"}, [], "there is no built-in reward for data_source 'x'; set reward.functions"),
-        ({"prompt": "a", "answer": "7"}, ["reward.functions=math"], "there is no ground truth, and the rule math"),
+        (
+            {"prompt": "a", "answer": "7"},
+            [],
+            "there is no built-in reward for data_source 'x'; set reward.functions",
+        ),
+        (
+            {"prompt": "a", "answer": "7"},
+            ["reward.functions=math"],
+            "there is no ground truth, and the rule math",
+        ),
         ({"prompt": "a", "answer": "7"}, ["reward.functions=math", "data.answer_key=answer"], None),
-        ({"prompt": "a"}, ["reward.functions=math", "data.answer_key=answer"], "data.answer_key=answer: there is no"),
-        ({"prompt": 7}, ["reward.functions=math"], "prompt=7: Input should be a valid list; a prompt is a string"),
+        (
+            {"prompt": "a"},
+            ["reward.functions=math", "data.answer_key=answer"],
+            "data.answer_key=answer: there is no",
+        ),
+        (
+            {"prompt": 7},
+            ["reward.functions=math"],
+            "prompt=7: Input should be a valid list; a prompt is a string",
+        ),
         (7, [], "is a JSON int; write one object per line"),
     ],
 )
@@ -84,15 +109,23 @@ def test_the_first_row_is_checked_like_every_row_later(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("def compute_score(:", "cannot be imported (invalid syntax (mine.py, line 1)); give a Python file"),
+        (
+            "def compute_score(:",
+            "cannot be imported (invalid syntax (mine.py, line 1)); give a Python file",
+        ),
         ("", "compute_score is not defined in {file}, which defines no function"),
-        ("def f():\n    def compute_score(): ...", "compute_score is not defined in {file}, which defines f"),
+        (
+            "def f():\n    def compute_score(): ...",
+            "compute_score is not defined in {file}, which defines f",
+        ),
         ("raise SystemExit\ndef compute_score(): ...", None),
         ("from somewhere import *", None),
         ("if True:\n    from somewhere import compute_score", None),
     ],
 )
-def test_a_reward_file_is_compiled_and_not_run(tmp_path: Path, text: str, expected: str | None) -> None:
+def test_a_reward_file_is_compiled_and_not_run(
+    tmp_path: Path, text: str, expected: str | None
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text(text, encoding="utf-8")
     train = jsonl(tmp_path / "train.jsonl", ROW)
@@ -106,7 +139,11 @@ def test_no_training_files_is_a_problem() -> None:
 
 
 def test_a_reward_function_is_not_looked_for_if_a_model_scores(tmp_path: Path) -> None:
-    keys = ["reward_model.enable=true", "reward_model.model.path=m", "custom_reward_function.path=nowhere.py"]
+    keys = [
+        "reward_model.enable=true",
+        "reward_model.model.path=m",
+        "custom_reward_function.path=nowhere.py",
+    ]
     assert problems(f"data.train_files={jsonl(tmp_path / 'x.jsonl', {'prompt': 'a'})}", *keys) == []
 
 
@@ -128,7 +165,9 @@ print({{"torch", "ray", "transformers", "datasets", "math_verify"}} & set(sys.mo
     assert heavy == "set()"
 
 
-def test_a_missing_package_is_named_with_the_way_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_the_way_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rolepool.data.files.find_spec", lambda name: None)
     line = "data.train_files=hf:a/b:train: needs the package datasets; run pip install 'rolepool[datasets]'"
     assert problems("data.train_files='hf:a/b:train'", "reward.functions=math") == [line]

@@ -1,4 +1,5 @@
-"""Rows that a Python program gives become files of the run, and none stays behind if the run does not start."""
+"""Rows that a Python program gives become files of the run, and none stays behind if the run does
+not start."""
 
 from __future__ import annotations
 

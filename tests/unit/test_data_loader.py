@@ -1,4 +1,5 @@
-"""The loader gives every prompt once an epoch, in an order the seed decides, and goes on exactly where it was saved."""
+"""The loader gives every prompt once an epoch, in an order the seed decides, and goes on exactly
+where it was saved."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from rolepool.protocol import DataProto
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return load_tokenizer(PolicyModelConfig(path=str(make_demo(tmp_path_factory.mktemp("demo") / "demo").model)))
+    return load_tokenizer(
+        PolicyModelConfig(path=str(make_demo(tmp_path_factory.mktemp("demo") / "demo").model))
+    )
 
 
 def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> PromptSet:
@@ -72,13 +75,17 @@ def test_a_batch_has_the_columns_that_a_step_needs(prompts: PromptSet) -> None:
     assert columns["origin"][3].endswith("10.jsonl, line 4")
 
 
-def test_prompts_of_one_length_are_still_one_list_per_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_prompts_of_one_length_are_still_one_list_per_row(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     batch = PromptLoader(prompts_of(tmp_path, tokenizer, 1), 1, seed=1).next_batch()
     assert batch.non_tensor_batch["raw_prompt_ids"].shape == (1,)
     assert batch.non_tensor_batch["raw_prompt_ids"][0] == [4]
 
 
-def test_an_epoch_takes_each_prompt_at_most_once_and_drops_the_incomplete_batch(prompts: PromptSet) -> None:
+def test_an_epoch_takes_each_prompt_at_most_once_and_drops_the_incomplete_batch(
+    prompts: PromptSet,
+) -> None:
     loader = PromptLoader(prompts, 4, seed=1)
     assert loader.num_steps_per_epoch == 2
     for epoch in range(3):
@@ -93,7 +100,11 @@ def test_an_epoch_whose_batches_fit_takes_all_prompts(prompts: PromptSet) -> Non
 
 
 def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else(prompts: PromptSet) -> None:
-    a, b, other = PromptLoader(prompts, 5, seed=1), PromptLoader(prompts, 5, seed=1), PromptLoader(prompts, 5, seed=2)
+    a, b, other = (
+        PromptLoader(prompts, 5, seed=1),
+        PromptLoader(prompts, 5, seed=1),
+        PromptLoader(prompts, 5, seed=2),
+    )
     np.random.seed(7)
     first = take(a, 4)
     assert first == take(b, 4)
@@ -104,7 +115,11 @@ def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else(prompts: Prompt
 
 def test_without_shuffling_rows_come_in_the_order_of_the_files(prompts: PromptSet) -> None:
     loader = PromptLoader(prompts, 5, seed=1, shuffle=False)
-    assert [indices(loader.next_batch()) for _ in range(3)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [0, 1, 2, 3, 4]]
+    assert [indices(loader.next_batch()) for _ in range(3)] == [
+        [0, 1, 2, 3, 4],
+        [5, 6, 7, 8, 9],
+        [0, 1, 2, 3, 4],
+    ]
 
 
 def test_uids_differ_between_epochs_and_are_those_of_any_other_run(prompts: PromptSet) -> None:
@@ -115,7 +130,9 @@ def test_uids_differ_between_epochs_and_are_those_of_any_other_run(prompts: Prom
 
 
 @pytest.mark.parametrize("num_before", range(6))
-def test_a_restored_loader_goes_on_with_the_very_next_batch(prompts: PromptSet, num_before: int) -> None:
+def test_a_restored_loader_goes_on_with_the_very_next_batch(
+    prompts: PromptSet, num_before: int
+) -> None:
     loader = PromptLoader(prompts, 4, seed=3)
     take(loader, num_before)
     state = json.loads(json.dumps(loader.state_dict()))
@@ -135,7 +152,9 @@ def test_a_position_is_good_for_another_batch_size(prompts: PromptSet) -> None:
     assert sorted(seen + rest) == sorted(f"epoch0-row{i}" for i in range(10))
 
 
-def test_a_larger_batch_that_does_not_fit_the_rest_starts_the_next_epoch(prompts: PromptSet) -> None:
+def test_a_larger_batch_that_does_not_fit_the_rest_starts_the_next_epoch(
+    prompts: PromptSet,
+) -> None:
     loader = PromptLoader(prompts, 4, seed=3)
     take(loader, 1)
     larger = PromptLoader(prompts, 8, seed=3)
@@ -152,7 +171,9 @@ def test_a_larger_batch_that_does_not_fit_the_rest_starts_the_next_epoch(prompts
         ({"digest": "0"}, "digest was 0, is "),
     ],
 )
-def test_a_position_of_other_data_is_refused(prompts: PromptSet, change: dict[str, Any], expected: str) -> None:
+def test_a_position_of_other_data_is_refused(
+    prompts: PromptSet, change: dict[str, Any], expected: str
+) -> None:
     loader = PromptLoader(prompts, 4, seed=3)
     with pytest.raises(DataError) as caught:
         loader.load_state_dict({**loader.state_dict(), **change})
@@ -160,7 +181,9 @@ def test_a_position_of_other_data_is_refused(prompts: PromptSet, change: dict[st
 
 
 def test_a_position_without_all_its_entries_is_refused(prompts: PromptSet) -> None:
-    with pytest.raises(DataError, match="belongs to other data: num_rows was None, is 10; digest was None"):
+    with pytest.raises(
+        DataError, match="belongs to other data: num_rows was None, is 10; digest was None"
+    ):
         PromptLoader(prompts, 4, seed=3).load_state_dict({"epoch": 0, "index": 0})
 
 
@@ -172,7 +195,13 @@ def test_fewer_prompts_than_one_batch_are_an_error_with_the_fix(prompts: PromptS
     )
 
 
-def test_validation_takes_every_prompt_in_order_and_keeps_the_incomplete_batch(prompts: PromptSet) -> None:
-    assert [indices(batch) for batch in validation_batches(prompts, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+def test_validation_takes_every_prompt_in_order_and_keeps_the_incomplete_batch(
+    prompts: PromptSet,
+) -> None:
+    assert [indices(batch) for batch in validation_batches(prompts, 4)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
     (whole,) = validation_batches(prompts)
     assert uids(whole) == [f"val-row{i}" for i in range(10)]

@@ -1,4 +1,5 @@
-"""DataProto does what users of verl's protocol expect, and says which keys and sizes are wrong when it cannot."""
+"""DataProto does what users of verl's protocol expect, and says which keys and sizes are wrong when
+it cannot."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def batch(num_rows: int = 6, **meta_info: Any) -> DataProto:
             "half": torch.arange(num_rows, dtype=torch.bfloat16),
             "jagged": torch.nested.nested_tensor_from_jagged(values, offsets),
         },
-        non_tensors={"names": [f"row {i}" for i in range(num_rows)], "scores": np.arange(num_rows) * 1.5},
+        non_tensors={
+            "names": [f"row {i}" for i in range(num_rows)],
+            "scores": np.arange(num_rows) * 1.5,
+        },
         meta_info=meta_info,
     )
 
@@ -64,7 +68,8 @@ def assert_same(a: DataProto, b: DataProto) -> None:
     assert len(a) == len(b)
     assert (a.batch is None) == (b.batch is None)
     assert same_value(
-        dict(a.batch.items()) if a.batch is not None else None, dict(b.batch.items()) if b.batch is not None else None
+        dict(a.batch.items()) if a.batch is not None else None,
+        dict(b.batch.items()) if b.batch is not None else None,
     )
     assert same_value(a.non_tensor_batch, b.non_tensor_batch)
     assert same_value(a.meta_info, b.meta_info)
@@ -75,7 +80,9 @@ def rows_in(data: DataProto) -> list[int]:
     rows = [int(name.split()[1]) for name in data.non_tensor_batch["names"]]
     assert data.batch["x"][:, 0].tolist() == [2 * row for row in rows]
     assert data.batch["half"].tolist() == rows
-    assert [part.tolist() for part in data.batch["jagged"].unbind()] == [[row] * (row % 4) for row in rows]
+    assert [part.tolist() for part in data.batch["jagged"].unbind()] == [
+        [row] * (row % 4) for row in rows
+    ]
     assert data.non_tensor_batch["scores"].tolist() == [1.5 * row for row in rows]
     assert data.batch.batch_size == torch.Size([len(rows)])
     return rows
@@ -93,14 +100,18 @@ def test_lists_become_object_arrays_with_one_entry_per_row_even_when_they_have_o
 
 
 def test_a_single_dict_is_sorted_into_tensors_and_arrays() -> None:
-    data = DataProto.from_single_dict({"x": torch.zeros(2), "n": np.array(["a", "b"], dtype=object)}, {"k": 1})
+    data = DataProto.from_single_dict(
+        {"x": torch.zeros(2), "n": np.array(["a", "b"], dtype=object)}, {"k": 1}
+    )
     assert list(data.batch.keys()) == ["x"]
     assert list(data.non_tensor_batch) == ["n"]
     assert data.meta_info == {"k": 1}
 
 
 def test_several_batch_dimensions_are_kept_when_rows_are_taken() -> None:
-    data = DataProto.from_dict({"x": torch.zeros(4, 3, 5), "y": torch.zeros(4, 3)}, num_batch_dims=2)
+    data = DataProto.from_dict(
+        {"x": torch.zeros(4, 3, 5), "y": torch.zeros(4, 3)}, num_batch_dims=2
+    )
     assert data.batch.batch_size == (4, 3)
     assert data[1:3].batch.batch_size == (2, 3)
     assert data[0].batch.batch_size == (3,)
@@ -117,7 +128,9 @@ def test_a_tensordict_keeps_objects_and_meta_info_both_ways() -> None:
 
 
 def test_a_tensordict_with_objects_is_split_into_the_parts() -> None:
-    source = TensorDict({"x": torch.zeros(2), "s": NonTensorStack("a", "b"), "m": "for all"}, batch_size=[2])
+    source = TensorDict(
+        {"x": torch.zeros(2), "s": NonTensorStack("a", "b"), "m": "for all"}, batch_size=[2]
+    )
     data = DataProto.from_tensordict(source, meta_info={"k": 1})
     assert list(data.non_tensor_batch["s"]) == ["a", "b"]
     assert data.meta_info == {"m": "for all", "k": 1}
@@ -126,17 +139,37 @@ def test_a_tensordict_with_objects_is_split_into_the_parts() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DataProto.from_dict({"a": torch.zeros(3), "b": torch.zeros(4)}), r"'a': \(3,\), 'b': \(4,\)"),
+        (
+            lambda: DataProto.from_dict({"a": torch.zeros(3), "b": torch.zeros(4)}),
+            r"'a': \(3,\), 'b': \(4,\)",
+        ),
         (lambda: DataProto.from_dict({"a": torch.zeros(())}), r"'a': \(\)"),
         (lambda: DataProto.from_dict({"a": [1, 2]}), r"batch\['a'\] is a list"),
-        (lambda: DataProto.from_dict({"a": torch.zeros(3)}, {"n": [1]}), r"non_tensor_batch\['n'\] has 1 rows.* 3"),
-        (lambda: DataProto.from_dict(non_tensors={"m": [1], "n": [1, 2]}), r"'n'\] has 2 rows, not 1: .*'m'"),
-        (lambda: DataProto.from_dict({"a": torch.zeros(3)}, {"n": [1]}, num_batch_dims=2), r"\['n'\]"),
+        (
+            lambda: DataProto.from_dict({"a": torch.zeros(3)}, {"n": [1]}),
+            r"non_tensor_batch\['n'\] has 1 rows.* 3",
+        ),
+        (
+            lambda: DataProto.from_dict(non_tensors={"m": [1], "n": [1, 2]}),
+            r"'n'\] has 2 rows, not 1: .*'m'",
+        ),
+        (
+            lambda: DataProto.from_dict({"a": torch.zeros(3)}, {"n": [1]}, num_batch_dims=2),
+            r"\['n'\]",
+        ),
         (lambda: DataProto.from_single_dict({"a": "text"}), "'a': 'str'"),
         (lambda: DataProto(batch={"a": 1}), "batch is a dict"),
         (lambda: DataProto(non_tensor_batch={"n": [1, 2]}), "'n'.* is a list"),
-        (lambda: DataProto.from_dict({"n": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}), "jagged"),
-        (lambda: DataProto.from_tensordict(TensorDict({"a": {"b": torch.ones(1)}}, [1])), "flatten_keys"),
+        (
+            lambda: DataProto.from_dict(
+                {"n": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}
+            ),
+            "jagged",
+        ),
+        (
+            lambda: DataProto.from_tensordict(TensorDict({"a": {"b": torch.ones(1)}}, [1])),
+            "flatten_keys",
+        ),
     ],
 )
 def test_a_batch_that_cannot_be_is_refused_with_its_keys_and_sizes(make: Any, message: str) -> None:
@@ -162,8 +195,15 @@ def test_indexing_selects_the_rows_that_torch_would(num_rows: int, draw: st.Data
 
     if num_rows:
         numbers = draw.draw(st.lists(st.integers(-num_rows, num_rows - 1), max_size=9))
-        for form in (numbers, np.array(numbers, dtype=np.int32), torch.tensor(numbers, dtype=torch.int64)):
-            assert rows_in(data.select_idxs(form)) == everything[torch.tensor(numbers, dtype=torch.int64)].tolist()
+        for form in (
+            numbers,
+            np.array(numbers, dtype=np.int32),
+            torch.tensor(numbers, dtype=torch.int64),
+        ):
+            assert (
+                rows_in(data.select_idxs(form))
+                == everything[torch.tensor(numbers, dtype=torch.int64)].tolist()
+            )
 
 
 def test_an_int_gives_an_item_and_iteration_gives_all_of_them() -> None:
@@ -203,7 +243,9 @@ def test_chunks_concatenated_are_the_batch(num_chunks: int, chunk_size: int) -> 
 
 
 @given(st.integers(0, 9), st.integers(1, 4))
-def test_with_padding_enabled_chunks_differ_by_at_most_one_row(num_rows: int, num_chunks: int) -> None:
+def test_with_padding_enabled_chunks_differ_by_at_most_one_row(
+    num_rows: int, num_chunks: int
+) -> None:
     data = batch(num_rows)
     data.meta_info |= DataProto.from_dict(auto_padding=True).meta_info
     sizes = [len(chunk) for chunk in data.chunk(num_chunks)]
@@ -222,7 +264,9 @@ def test_splits_have_the_asked_size_except_the_last(num_rows: int, split_size: i
 @given(st.integers(0, 5), st.integers(0, 4))
 def test_repeat_interleaves_rows_or_repeats_the_batch(num_rows: int, times: int) -> None:
     data = batch(num_rows)
-    assert rows_in(data.repeat(times, interleave=True)) == [row for row in range(num_rows) for _ in range(times)]
+    assert rows_in(data.repeat(times, interleave=True)) == [
+        row for row in range(num_rows) for _ in range(times)
+    ]
     assert rows_in(data.repeat(times, interleave=False)) == list(range(num_rows)) * times
 
 
@@ -264,14 +308,24 @@ def test_adding_keys_to_a_part_leaves_the_whole_alone() -> None:
 def test_jagged_columns_with_the_same_lengths_stay_combinable_through_all_row_operations() -> None:
     data = batch(6)
     data.batch["other"] = data.batch["jagged"] * 10
-    for part in (data[1:4], data[[3, 1, 1]], DataProto.concat(data.chunk(2)), data.repeat(2), pad_rows(data, 2)):
+    for part in (
+        data[1:4],
+        data[[3, 1, 1]],
+        DataProto.concat(data.chunk(2)),
+        data.repeat(2),
+        pad_rows(data, 2),
+    ):
         part.batch["jagged"] + part.batch["other"]
 
 
 def test_concat_names_the_keys_that_differ() -> None:
     with pytest.raises(DataError, match=r"batches 0 and 1 .*\['a'\].*\['b'\]"):
-        DataProto.concat([DataProto.from_dict({"a": torch.ones(1)}), DataProto.from_dict({"b": torch.ones(1)})])
-    with pytest.raises(DataError, match=r"'a' cannot be concatenated: float32\[1, 2\].*float32\[1, 3\]"):
+        DataProto.concat(
+            [DataProto.from_dict({"a": torch.ones(1)}), DataProto.from_dict({"b": torch.ones(1)})]
+        )
+    with pytest.raises(
+        DataError, match=r"'a' cannot be concatenated: float32\[1, 2\].*float32\[1, 3\]"
+    ):
         DataProto.concat([DataProto.from_dict({"a": torch.ones(1, n)}) for n in (2, 3)])
     with pytest.raises(DataError, match="empty"):
         DataProto.concat([])
@@ -320,7 +374,9 @@ def test_pop_moves_keys_out_of_the_batch() -> None:
 def test_a_missing_key_is_named_and_nothing_is_taken() -> None:
     data = batch(4)
     for operation in (data.select, data.pop):
-        with pytest.raises(DataError, match=r"batch has no keys \['y'\]; it has \['half', 'jagged', 'x'\]"):
+        with pytest.raises(
+            DataError, match=r"batch has no keys \['y'\]; it has \['half', 'jagged', 'x'\]"
+        ):
             operation(batch_keys=["x", "y"])
     assert rows_in(data) == [0, 1, 2, 3]
 
@@ -358,10 +414,15 @@ def test_union_adds_columns_and_accepts_equal_ones() -> None:
         (DataProto.from_dict({"x": torch.zeros(4, 3)}), r"int64\[4, 2\].*float32\[4, 3\]"),
         (DataProto.from_dict({"y": torch.zeros(5)}), r"4 rows .* 5 \(\['y'\]\)"),
         (DataProto.from_dict({"y": torch.zeros(4)}, {"names": list("abcd")}), "'names' is in both"),
-        (DataProto.from_dict({"y": torch.zeros(4)}, meta_info={"step": 2}), "'step' is in both .*: 1, 2"),
+        (
+            DataProto.from_dict({"y": torch.zeros(4)}, meta_info={"step": 2}),
+            "'step' is in both .*: 1, 2",
+        ),
     ],
 )
-def test_a_union_of_what_disagrees_is_refused_and_changes_nothing(other: DataProto, message: str) -> None:
+def test_a_union_of_what_disagrees_is_refused_and_changes_nothing(
+    other: DataProto, message: str
+) -> None:
     data = batch(4, step=1)
     with pytest.raises(DataError, match=message):
         data.union(other)
@@ -425,7 +486,13 @@ def test_padding_rows_have_zero_masks_and_weights_but_can_be_attended_to() -> No
     assert rows_in(padded) == [1, 0, 2, 1, 1]
     assert padded.batch["response_mask"].sum(1).tolist() == [4, 4, 4, 0, 0]
     assert padded.batch["attention_mask"].all()
-    assert [row.tolist() for row in padded.batch["loss_mask"].unbind()] == [[1], [], [1, 1], [0], [0]]
+    assert [row.tolist() for row in padded.batch["loss_mask"].unbind()] == [
+        [1],
+        [],
+        [1, 1],
+        [0],
+        [0],
+    ]
     assert torch.equal(padded.batch["position_ids"][-1], torch.arange(4))
     assert padded.non_tensor_batch["row_weights"].tolist() == [1, 1, 1, 0, 0]
     assert padded.batch["is_padding"].tolist() == [False] * 3 + [True] * 2
@@ -439,10 +506,14 @@ def test_padding_rows_have_zero_masks_and_weights_but_can_be_attended_to() -> No
 
 def test_a_masked_mean_over_padded_rows_is_that_of_the_real_rows() -> None:
     generator = torch.Generator().manual_seed(0)
-    data = DataProto.from_dict({"loss": torch.randn(5, 7, generator=generator), "loss_mask": torch.ones(5, 7)})
+    data = DataProto.from_dict(
+        {"loss": torch.randn(5, 7, generator=generator), "loss_mask": torch.ones(5, 7)}
+    )
 
     def mean(rows: DataProto) -> torch.Tensor:
-        return (rows.batch["loss"] * rows.batch["loss_mask"]).double().sum() / rows.batch["loss_mask"].sum()
+        return (rows.batch["loss"] * rows.batch["loss_mask"]).double().sum() / rows.batch[
+            "loss_mask"
+        ].sum()
 
     assert mean(pad_rows(data, 3)) == mean(data)
 
@@ -477,7 +548,9 @@ def test_items_collate_into_the_batch_they_came_from() -> None:
     assert_same(collate_fn(list(data)), data)
     assert rows_in(collate_fn([data[5], data[5]])) == [5, 5]
     rows = [DataProto.from_dict({"a": torch.ones(1, n)})[0] for n in (1, 2)]
-    with pytest.raises(DataError, match=r"'a' cannot be concatenated: float32\[1, 1\].*float32\[1, 2\]"):
+    with pytest.raises(
+        DataError, match=r"'a' cannot be concatenated: float32\[1, 1\].*float32\[1, 2\]"
+    ):
         collate_fn(rows)
 
 
@@ -486,7 +559,9 @@ def test_the_iterator_gives_every_row_once_per_epoch_in_an_order_the_seed_decide
     assert [rows_in(part) for part in data.make_iterator(3, epochs=2)] == [[0, 1, 2], [3, 4, 5]] * 2
 
     def order(seed: int) -> list[int]:
-        parts = list(data.make_iterator(2, epochs=2, seed=seed, dataloader_kwargs={"shuffle": True}))
+        parts = list(
+            data.make_iterator(2, epochs=2, seed=seed, dataloader_kwargs={"shuffle": True})
+        )
         assert all(part.meta_info == {"step": 1} for part in parts)
         return [row for part in parts for row in rows_in(part)]
 
@@ -533,7 +608,10 @@ def test_moving_changes_the_batch_and_returns_it() -> None:
 
 def test_the_size_is_reported_with_its_prefix() -> None:
     data = DataProto.from_dict({"x": torch.zeros(1024, 256), "j": batch(1024).batch["jagged"]})
-    assert data.print_size("rollouts") == "rollouts, 1024 rows, batch 1.01 MiB, non_tensor_batch 0.00 MiB"
+    assert (
+        data.print_size("rollouts")
+        == "rollouts, 1024 rows, batch 1.01 MiB, non_tensor_batch 0.00 MiB"
+    )
 
 
 def test_a_consistency_check_finds_what_was_put_in_by_hand() -> None:
@@ -570,12 +648,18 @@ def test_a_saved_batch_loads_as_it_was(tmp_path: Path) -> None:
 
 
 def test_numbers_of_numpy_and_tuples_are_saved_as_json_has_them(tmp_path: Path) -> None:
-    DataProto(meta_info={"numbers": (np.float32(0.5), np.int64(3)), "array": np.arange(2)}).save_to_disk(tmp_path / "b")
-    assert DataProto.load_from_disk(tmp_path / "b").meta_info == {"numbers": [0.5, 3], "array": [0, 1]}
+    DataProto(
+        meta_info={"numbers": (np.float32(0.5), np.int64(3)), "array": np.arange(2)}
+    ).save_to_disk(tmp_path / "b")
+    assert DataProto.load_from_disk(tmp_path / "b").meta_info == {
+        "numbers": [0.5, 3],
+        "array": [0, 1],
+    }
 
 
 @pytest.mark.parametrize(
-    "data", [DataProto(), DataProto(meta_info={"a": 1}), DataProto.from_dict(non_tensors={"n": [1]})]
+    "data",
+    [DataProto(), DataProto(meta_info={"a": 1}), DataProto.from_dict(non_tensors={"n": [1]})],
 )
 def test_a_batch_without_tensors_can_be_saved(data: DataProto, tmp_path: Path) -> None:
     data.save_to_disk(tmp_path / "batch")
@@ -589,18 +673,28 @@ def test_a_batch_without_tensors_can_be_saved(data: DataProto, tmp_path: Path) -
             DataProto.from_dict(non_tensors={"images": [1, object()]}),
             r"non_tensor_batch\['images'\] cannot be written as JSON: it contains a builtins.object",
         ),
-        (DataProto(meta_info={"a": {"b": [1, {2}]}}), r"meta_info\['a'\] .* contains a builtins.set"),
-        (DataProto(meta_info={"raw": b"bytes"}), r"meta_info\['raw'\] .* contains a builtins.bytes"),
+        (
+            DataProto(meta_info={"a": {"b": [1, {2}]}}),
+            r"meta_info\['a'\] .* contains a builtins.set",
+        ),
+        (
+            DataProto(meta_info={"raw": b"bytes"}),
+            r"meta_info\['raw'\] .* contains a builtins.bytes",
+        ),
     ],
 )
-def test_what_json_cannot_hold_is_named_and_no_file_is_written(data: DataProto, message: str, tmp_path: Path) -> None:
+def test_what_json_cannot_hold_is_named_and_no_file_is_written(
+    data: DataProto, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=message):
         data.save_to_disk(tmp_path / "batch")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_files_that_are_not_batches_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="missing is not a file that save_to_disk wrote: No such file"):
+    with pytest.raises(
+        DataError, match="missing is not a file that save_to_disk wrote: No such file"
+    ):
         DataProto.load_from_disk(tmp_path / "missing")
     (tmp_path / "junk").write_bytes(b"not a batch at all")
     with pytest.raises(DataError, match="junk is not a file"):
@@ -619,7 +713,9 @@ def test_tensors_count_as_equal_by_value_with_nan_and_signed_zero() -> None:
 def tokens(**more: torch.Tensor) -> DataProto:
     """Prompts 1 2, 3 and 4 5 6 with responses 7, 8 9 10 and none."""
     ids = ragged(torch.tensor([1, 2, 7, 3, 8, 9, 10, 4, 5, 6]), torch.tensor([3, 4, 3]))
-    return DataProto.from_dict({"input_ids": ids, "num_prompt_tokens": torch.tensor([2, 1, 3]), **more})
+    return DataProto.from_dict(
+        {"input_ids": ids, "num_prompt_tokens": torch.tensor([2, 1, 3]), **more}
+    )
 
 
 def test_padded_columns_are_those_that_code_for_padded_batches_reads() -> None:
@@ -628,19 +724,34 @@ def test_padded_columns_are_those_that_code_for_padded_batches_reads() -> None:
     padded = data.to_padded(pad_token_id=99).batch
     assert padded["prompts"].tolist() == [[99, 1, 2], [99, 99, 3], [4, 5, 6]]
     assert padded["responses"].tolist() == [[7, 99, 99], [8, 9, 10], [99, 99, 99]]
-    assert torch.equal(padded["input_ids"], torch.cat([padded["prompts"], padded["responses"]], dim=1))
+    assert torch.equal(
+        padded["input_ids"], torch.cat([padded["prompts"], padded["responses"]], dim=1)
+    )
     assert padded["response_mask"].tolist() == [[1, 0, 0], [1, 1, 1], [0, 0, 0]]
-    assert padded["attention_mask"].tolist() == [[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]
-    assert padded["position_ids"].tolist() == [[0, 0, 1, 2, 2, 2], [0, 0, 0, 1, 2, 3], [0, 1, 2, 2, 2, 2]]
+    assert padded["attention_mask"].tolist() == [
+        [0, 1, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 1],
+        [1, 1, 1, 0, 0, 0],
+    ]
+    assert padded["position_ids"].tolist() == [
+        [0, 0, 1, 2, 2, 2],
+        [0, 0, 0, 1, 2, 3],
+        [0, 1, 2, 2, 2, 2],
+    ]
     assert padded["old_log_probs"].tolist() == [[0.5, 0, 0], [1.5, 2.5, 3.5], [0, 0, 0]]
     assert padded["score"].tolist() == [0, 1, 2]
     wide = data.to_padded(prompt_width=4, response_width=5).batch
-    assert (wide["prompts"].shape, wide["responses"].shape, wide["old_log_probs"].shape) == ((3, 4), (3, 5), (3, 5))
+    assert (wide["prompts"].shape, wide["responses"].shape, wide["old_log_probs"].shape) == (
+        (3, 4),
+        (3, 5),
+        (3, 5),
+    )
     assert is_ragged(data.batch["input_ids"]), "the batch itself stays as it is"
 
 
 def test_the_mask_of_several_turns_stays_in_the_padded_form() -> None:
-    """The policy sampled the first and the last token of the second response; a tool wrote the one between them."""
+    """The policy sampled the first and the last token of the second response; a tool wrote the one
+    between them."""
     mask = ragged(torch.tensor([True, True, False, True]), torch.tensor([1, 3, 0]))
     padded = tokens(response_mask=mask).to_padded(response_width=4).batch
     assert padded["response_mask"].tolist() == [[1, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
@@ -657,14 +768,18 @@ def test_a_batch_without_ragged_columns_is_its_own_padded_form() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6), more=st.integers(0, 3))
-def test_padding_puts_every_row_at_the_side_that_is_asked_for(side: Any, lengths: list[int], more: int) -> None:
+def test_padding_puts_every_row_at_the_side_that_is_asked_for(
+    side: Any, lengths: list[int], more: int
+) -> None:
     column = ragged(torch.arange(sum(lengths)) + 1, torch.tensor(lengths))
     width = max(lengths) + more
     padded = pad_ragged(column, width, side=side)
     assert padded.shape == (len(lengths), width)
     for row, expected in zip(padded.tolist(), column.unbind(), strict=True):
         zeros = [0] * (width - len(expected))
-        assert row == ([*expected.tolist(), *zeros] if side == "right" else [*zeros, *expected.tolist()])
+        assert row == (
+            [*expected.tolist(), *zeros] if side == "right" else [*zeros, *expected.tolist()]
+        )
     if side == "right":
         assert same_value(unpad(padded, torch.tensor(lengths)), column)
 
@@ -707,7 +822,9 @@ def test_a_batch_with_an_array_inside_itself_is_printed_and_sent() -> None:
     assert "'loop': 'object[2]'" in repr(data)
     assert "loop: ndarray(2,) (object)" in data.get_data_info()
     loop = encode(data).decode().non_tensor_batch["loop"]
-    assert loop[0] is loop and loop is not data.non_tensor_batch["loop"], "the copy is inside of itself, too"
+    assert loop[0] is loop and loop is not data.non_tensor_batch["loop"], (
+        "the copy is inside of itself, too"
+    )
     assert loop[1] == "end"
 
 
@@ -741,7 +858,9 @@ def test_parts_that_are_none_are_empty() -> None:
 
 def test_columns_that_cannot_be_split_into_chunks_are_named() -> None:
     for key, n_split in (("x", 3), ("half", 2), ("jagged", 2), ("names", 2)):
-        with pytest.raises(DataError, match=rf"unfold_column_chunks splits .* that {n_split} divides; '{key}' is"):
+        with pytest.raises(
+            DataError, match=rf"unfold_column_chunks splits .* that {n_split} divides; '{key}' is"
+        ):
             batch().unfold_column_chunks(n_split, [key])
     with pytest.raises(DataError, match=r"no keys \['y'\]"):
         batch().unfold_column_chunks(2, ["y"])

@@ -1,4 +1,5 @@
-"""Functions score batches, alone or as a weighted sum, and errors in the user's own function say where."""
+"""Functions score batches, alone or as a weighted sum, and errors in the user's own function say
+where."""
 
 from __future__ import annotations
 
@@ -39,13 +40,19 @@ def batch(**changes: Any) -> dict[str, Any]:
 
 
 def row(name: str, response: str) -> Row:
-    return Row(name, {"data_source": "", "solution_str": response, "ground_truth": "", "extra_info": {}})
+    return Row(
+        name, {"data_source": "", "solution_str": response, "ground_truth": "", "extra_info": {}}
+    )
 
 
-def custom(folder: Path, text: str, name: str = "compute_score") -> RewardFunction | WeightedRewards:
+def custom(
+    folder: Path, text: str, name: str = "compute_score"
+) -> RewardFunction | WeightedRewards:
     file = folder / "my_reward.py"
     file.write_text(text, encoding="utf-8")
-    return load_reward_function(load_config([{"custom_reward_function": {"path": file, "name": name}}]).config)
+    return load_reward_function(
+        load_config([{"custom_reward_function": {"path": file, "name": name}}]).config
+    )
 
 
 def built_in() -> RewardFunction | WeightedRewards:
@@ -59,7 +66,9 @@ def test_rows_of_one_batch_may_have_different_rules() -> None:
 
 def test_a_built_in_rule_that_cannot_score_a_row_names_it() -> None:
     with pytest.raises(RewardError) as caught:
-        score_batch(built_in(), batch(reward_model=[{"ground_truth": "seven"}, {}]), ["#### 7", "c"])
+        score_batch(
+            built_in(), batch(reward_model=[{"ground_truth": "seven"}, {}]), ["#### 7", "c"]
+        )
     assert str(caught.value) == (
         "built-in reward: the ground truth is 'seven'; the rule gsm8k needs a number without commas, "
         "for train.jsonl, line 1 (uid epoch0-row0); the response is '#### 7'"
@@ -86,12 +95,16 @@ def test_the_answer_may_be_a_number_and_a_sum_takes_the_first_one(tmp_path: Path
     number = custom(tmp_path, "def compute_score(**row):\n    return {'score': 1, 'pred': 7}\n")
     (first, _) = score_batch(number, batch(), ["", ""])
     assert (first.numbers, first.pred) == ({"pred": 7}, "7.0")
-    (summed, _) = score_batch(of_keys("reward.functions=[exact_match,math_dapo]"), batch(), ["Answer: $7$", ""])
+    (summed, _) = score_batch(
+        of_keys("reward.functions=[exact_match,math_dapo]"), batch(), ["Answer: $7$", ""]
+    )
     assert summed.pred == "7"
 
 
 def test_the_function_may_have_another_name_and_take_keywords(tmp_path: Path) -> None:
-    function = custom(tmp_path, "def mine(solution_str, **rest):\n    return len(rest)\n", name="mine")
+    function = custom(
+        tmp_path, "def mine(solution_str, **rest):\n    return len(rest)\n", name="mine"
+    )
     assert score_batch(function, batch(), ["a", "b"])[0].score == 3
 
 
@@ -118,9 +131,13 @@ def test_any_kind_of_number_is_a_score(value: Any, expected: float) -> None:
         ({"score": 1, "acc": float("inf")}, "acc is inf; it must be finite"),
     ],
 )
-def test_what_is_no_score_is_an_error_with_the_function_and_the_row(value: Any, expected: str) -> None:
+def test_what_is_no_score_is_an_error_with_the_function_and_the_row(
+    value: Any, expected: str
+) -> None:
     with pytest.raises(RewardError) as caught:
-        RewardFunction(lambda **_: value, "f of x.py").score_rows([row("train.jsonl, line 3", "x" * 300)])
+        RewardFunction(lambda **_: value, "f of x.py").score_rows(
+            [row("train.jsonl, line 3", "x" * 300)]
+        )
     place = f"for train.jsonl, line 3; the response begins with '{'x' * 200}'"
     assert str(caught.value) == f"f of x.py: {expected}, {place}"
 
@@ -161,7 +178,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def test_annotations_of_the_file_are_values_unless_it_asks_for_texts(tmp_path: Path) -> None:
     text = (
-        "def compute_score(solution_str: str, **_):\n    return compute_score.__annotations__['solution_str'] is str\n"
+        "def compute_score(solution_str: str, **_):\n"
+        "    return compute_score.__annotations__['solution_str'] is str\n"
     )
     assert score_batch(custom(tmp_path, text), batch(), ["a", "b"])[0].score == 1
 
@@ -174,10 +192,22 @@ def test_annotations_of_the_file_are_values_unless_it_asks_for_texts(tmp_path: P
             "compute_score",
             "cannot be imported: ModuleNotFoundError: No module named",
         ),
-        ("x = 1\ndef f(:", "compute_score", "cannot be imported (invalid syntax (my_reward.py, line 2)"),
+        (
+            "x = 1\ndef f(:",
+            "compute_score",
+            "cannot be imported (invalid syntax (my_reward.py, line 2)",
+        ),
         ("x = '\0'", "compute_score", "cannot be imported ("),
-        ("compute_score = 1 / 0", "compute_score", "cannot be imported: ZeroDivisionError: division by zero"),
-        ("from math import sqrt\ndef f(): ...\ndef g(): ...", "compute_score", "which defines f, g"),
+        (
+            "compute_score = 1 / 0",
+            "compute_score",
+            "cannot be imported: ZeroDivisionError: division by zero",
+        ),
+        (
+            "from math import sqrt\ndef f(): ...\ndef g(): ...",
+            "compute_score",
+            "which defines f, g",
+        ),
         ("", "compute_score", "which defines no function"),
         ("compute_score = 3", "compute_score", "compute_score is not a function in"),
         ("from math import *", "compute_score", "compute_score is not a function in"),
@@ -204,11 +234,21 @@ def test_annotations_of_the_file_are_values_unless_it_asks_for_texts(tmp_path: P
             "f needs model, but it is called as f(data_source, solution_str, ground_truth, extra_info=None); "
             "give model a default, or set custom_reward_function.reward_kwargs.model",
         ),
-        ("def f(data_source, /, **rest): ...", "f", "cannot be called as f(data_source, solution_str"),
-        ("def f(data_source, solution_str, ground_truth, extra_info=None, /): ...", "f", "its parameter data_source"),
+        (
+            "def f(data_source, /, **rest): ...",
+            "f",
+            "cannot be called as f(data_source, solution_str",
+        ),
+        (
+            "def f(data_source, solution_str, ground_truth, extra_info=None, /): ...",
+            "f",
+            "its parameter data_source",
+        ),
     ],
 )
-def test_a_file_that_is_no_use_is_refused_before_any_row(tmp_path: Path, text: str, name: str, expected: str) -> None:
+def test_a_file_that_is_no_use_is_refused_before_any_row(
+    tmp_path: Path, text: str, name: str, expected: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         custom(tmp_path, text, name)
     assert "my_reward.py" in str(caught.value)
@@ -220,7 +260,10 @@ def test_a_file_that_is_no_use_is_refused_before_any_row(tmp_path: Path, text: s
 def test_further_arguments_come_from_the_config(tmp_path: Path, arguments: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"def compute_score({arguments}):\n    return 2 * scale\n", encoding="utf-8")
-    keys = [f"custom_reward_function.path={file}", "+custom_reward_function.reward_kwargs.scale=1.5"]
+    keys = [
+        f"custom_reward_function.path={file}",
+        "+custom_reward_function.reward_kwargs.scale=1.5",
+    ]
     assert [one.score for one in score_batch(of_keys(*keys), batch(), ["a", "b"])] == [3.0, 3.0]
 
 
@@ -235,10 +278,15 @@ def test_further_arguments_come_from_the_config(tmp_path: Path, arguments: str) 
             "{scale: 1, extra_info: 2}",
             "reward_kwargs.extra_info=2: every call sets it (custom_reward_function.path={file}); remove it",
         ),
-        ("{}", "path={file}: compute_score needs scale, but it is called as compute_score(data_source, solution_str"),
+        (
+            "{}",
+            "path={file}: compute_score needs scale, but it is called as compute_score(data_source, solution_str",
+        ),
     ],
 )
-def test_an_argument_that_the_function_does_not_take_is_one_line(tmp_path: Path, kwargs: str, expected: str) -> None:
+def test_an_argument_that_the_function_does_not_take_is_one_line(
+    tmp_path: Path, kwargs: str, expected: str
+) -> None:
     file = tmp_path / "mine.py"
     text = "def compute_score(data_source, solution_str, ground_truth, extra_info, scale):\n    return 1\n"
     file.write_text(text, encoding="utf-8")
@@ -250,22 +298,41 @@ def test_an_argument_that_the_function_does_not_take_is_one_line(tmp_path: Path,
 
 
 def test_the_penalty_for_overlong_responses_is_that_of_dapo() -> None:
-    """The lengths of the DAPO paper divided by 1024: 16 tokens are free, and the penalty grows over 4 more."""
+    """The lengths of the DAPO paper divided by 1024: 16 tokens are free, and the penalty grows over
+    4 more."""
     section = "reward_model.reward_kwargs"
-    buffer = [f"{section}.overlong_buffer_cfg.{word}" for word in ("enable=true", "len=4", "penalty_factor=1.0")]
+    buffer = [
+        f"{section}.overlong_buffer_cfg.{word}"
+        for word in ("enable=true", "len=4", "penalty_factor=1.0")
+    ]
     words = [*buffer, "reward_model.reward_manager=dapo", f"{section}.max_resp_len=20"]
     keys = load_config(overrides=words).config.reward_model.reward_kwargs
     lengths = {1: 0.0, 16: 0.0, 17: -0.25, 18: -0.5, 20: -1.0, 22: -1.5}
     for num_tokens, penalty in lengths.items():
-        assert with_overlong_penalty(Scored(1.0, {"acc": 1.0}), num_tokens, keys) == Scored(1.0 + penalty, {"acc": 1.0})
-    logs = load_config(overrides=[*words, f"{section}.overlong_buffer_cfg.log=true"]).config.reward_model.reward_kwargs
-    assert with_overlong_penalty(Scored(1.0, {}), 18, logs).numbers == {"overlong_reward": -0.5, "overlong": 1.0}
-    assert with_overlong_penalty(Scored(1.0, {}), 16, logs).numbers == {"overlong_reward": 0.0, "overlong": 0.0}
+        assert with_overlong_penalty(Scored(1.0, {"acc": 1.0}), num_tokens, keys) == Scored(
+            1.0 + penalty, {"acc": 1.0}
+        )
+    logs = load_config(
+        overrides=[*words, f"{section}.overlong_buffer_cfg.log=true"]
+    ).config.reward_model.reward_kwargs
+    assert with_overlong_penalty(Scored(1.0, {}), 18, logs).numbers == {
+        "overlong_reward": -0.5,
+        "overlong": 1.0,
+    }
+    assert with_overlong_penalty(Scored(1.0, {}), 16, logs).numbers == {
+        "overlong_reward": 0.0,
+        "overlong": 0.0,
+    }
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"custom_reward_function\.path=.*nowhere\.py: .*No such file or directory"):
-        load_reward_function(load_config(overrides=["custom_reward_function.path=nowhere.py"]).config)
+    with pytest.raises(
+        ConfigError,
+        match=r"custom_reward_function\.path=.*nowhere\.py: .*No such file or directory",
+    ):
+        load_reward_function(
+            load_config(overrides=["custom_reward_function.path=nowhere.py"]).config
+        )
 
 
 # Several functions
@@ -317,8 +384,14 @@ def test_an_error_in_one_of_several_functions_names_its_key(tmp_path: Path) -> N
         ("maths", "reward.functions=maths: is not a rule; use exact_match, position_match, gsm8k,"),
         ("mine.py", "reward.functions=mine.py: is not a rule; use exact_match"),
         ("nowhere.py:f", "reward.functions=nowhere.py:f: cannot be imported ("),
-        ("[math, math]", "reward.functions=math: there are two functions with the name math; rename one"),
-        ("[a.py:f, b.py:f]", "reward.functions=b.py:f: there are two functions with the name f; rename one"),
+        (
+            "[math, math]",
+            "reward.functions=math: there are two functions with the name math; rename one",
+        ),
+        (
+            "[a.py:f, b.py:f]",
+            "reward.functions=b.py:f: there are two functions with the name f; rename one",
+        ),
     ],
 )
 def test_a_function_that_does_not_exist_is_named(
@@ -346,7 +419,9 @@ def test_a_function_that_does_not_exist_is_named(
         ),
     ],
 )
-def test_functions_are_refused_where_something_else_scores(overrides: list[str], expected: str) -> None:
+def test_functions_are_refused_where_something_else_scores(
+    overrides: list[str], expected: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=["reward.functions=math", *overrides])
     assert str(caught.value) == expected
@@ -355,9 +430,18 @@ def test_functions_are_refused_where_something_else_scores(overrides: list[str],
 @pytest.mark.parametrize(
     ("functions", "expected"),
     [
-        ("[{function: math, weight: heavy}]", "reward.functions.0.weight=heavy: must be a valid number; see `rolepool"),
-        ("[{weight: 1}]", "reward.functions.0.function: Field required; see `rolepool config reward.functions`"),
-        ("{function: math}", "reward.functions={function:math}: must be a list, each text or a mapping"),
+        (
+            "[{function: math, weight: heavy}]",
+            "reward.functions.0.weight=heavy: must be a valid number; see `rolepool",
+        ),
+        (
+            "[{weight: 1}]",
+            "reward.functions.0.function: Field required; see `rolepool config reward.functions`",
+        ),
+        (
+            "{function: math}",
+            "reward.functions={function:math}: must be a list, each text or a mapping",
+        ),
     ],
 )
 def test_an_entry_of_another_form_is_refused(functions: str, expected: str) -> None:

@@ -41,7 +41,9 @@ from rolepool.errors import DataError
         ("", "Paris", 0),
     ],
 )
-def test_exact_match_compares_all_but_the_white_space_around(response: str, truth: Any, score: float) -> None:
+def test_exact_match_compares_all_but_the_white_space_around(
+    response: str, truth: Any, score: float
+) -> None:
     assert exact_match(response, truth) == score
 
 
@@ -57,7 +59,9 @@ def test_exact_match_compares_all_but_the_white_space_around(response: str, trut
         ("x b c d", 0),
     ],
 )
-def test_position_match_is_the_fraction_of_words_in_their_place(response: str, score: float) -> None:
+def test_position_match_is_the_fraction_of_words_in_their_place(
+    response: str, score: float
+) -> None:
     assert position_match(response, "b c d e") == score
 
 
@@ -231,7 +235,12 @@ def test_a_ground_truth_must_be_something(rule: str, truth: Any) -> None:
         RULES[rule]("\\boxed{5}", truth)
 
 
-EQUAL = [("x+1", "1+x"), ("\\{1,2\\}", "\\{2,1\\}"), ("\\frac{2}{4}", "\\frac{1}{2}"), ("0.5", "\\frac{1}{2}")]
+EQUAL = [
+    ("x+1", "1+x"),
+    ("\\{1,2\\}", "\\{2,1\\}"),
+    ("\\frac{2}{4}", "\\frac{1}{2}"),
+    ("0.5", "\\frac{1}{2}"),
+]
 
 
 @pytest.mark.usefixtures("without_math_verify")
@@ -247,7 +256,9 @@ def test_math_verify_finds_equal_values(answer: str, truth: str) -> None:
     assert math_boxed(f"\\boxed{{{answer}}}", "x^2+7") == 0
 
 
-@pytest.mark.parametrize("answer", ["10^{10^{10}}", "9^{99999}", "2^9999", "5000!", "1" * 40, "x+" * 200 + "1"])
+@pytest.mark.parametrize(
+    "answer", ["10^{10^{10}}", "9^{99999}", "2^9999", "5000!", "1" * 40, "x+" * 200 + "1"]
+)
 def test_an_answer_that_takes_too_long_to_compute_is_wrong(answer: str) -> None:
     start_s = time.monotonic()
     assert math_boxed(f"\\boxed{{{answer}}}", "x+5") == 0
@@ -326,7 +337,9 @@ def score(found: Any) -> float:
         ("So 70 + 2 = 72", "We add: 70 + 2.\n#### 72", 1),
     ],
 )
-def test_last_number_compares_the_value_of_the_last_number(response: str, truth: Any, expected: float) -> None:
+def test_last_number_compares_the_value_of_the_last_number(
+    response: str, truth: Any, expected: float
+) -> None:
     assert score(last_number(response, truth)) == expected
 
 
@@ -349,8 +362,14 @@ def test_last_number_compares_the_value_of_the_last_number(response: str, truth:
     ],
 )
 def test_boxes_and_tags_hold_a_text_or_a_number(answer: str, truth: Any, expected: float) -> None:
-    assert score(last_box(f"<answer>1</answer> \\boxed{{2}}, no, \\boxed{{{answer}}}", truth)) == expected
-    assert score(answer_tag(f"\\boxed{{1}} <answer>2</answer>\n<answer>\n{answer}\n</answer>.", truth)) == expected
+    assert (
+        score(last_box(f"<answer>1</answer> \\boxed{{2}}, no, \\boxed{{{answer}}}", truth))
+        == expected
+    )
+    assert (
+        score(answer_tag(f"\\boxed{{1}} <answer>2</answer>\n<answer>\n{answer}\n</answer>.", truth))
+        == expected
+    )
     assert score(answer_tag(f"<answer>It is $\\boxed{{{answer}}}$.</answer>", truth)) == expected
     assert score(last_box(answer, truth)) == score(answer_tag(answer, truth)) == 0
 
@@ -396,7 +415,17 @@ def test_a_ground_truth_that_no_answer_can_have_is_an_error(rule: str, truth: An
 @pytest.mark.parametrize("rule", ["last_number", "boxed", "answer_tag", "format"])
 def test_a_long_response_takes_no_long_time(rule: str) -> None:
     start_s = time.monotonic()
-    many = ("1", "1,", ",111", "\\boxed{", "<answer>", "</answer>", "<think>", "</think>", "</think> <answer>")
+    many = (
+        "1",
+        "1,",
+        ",111",
+        "\\boxed{",
+        "<answer>",
+        "</answer>",
+        "<think>",
+        "</think>",
+        "</think> <answer>",
+    )
     for response in (
         *(text * 20_000 for text in many),
         f"<answer>{'1' * 50_000}</answer>",
@@ -432,10 +461,15 @@ def test_the_data_source_chooses_the_rule(data_source: str, rule: object) -> Non
     assert rule_for(data_source) is rule
 
 
-@pytest.mark.parametrize("data_source", ["train", "gsm8k_train", "mathematics", "hiyouga/geometry3k", "claimed"])
+@pytest.mark.parametrize(
+    "data_source", ["train", "gsm8k_train", "mathematics", "hiyouga/geometry3k", "claimed"]
+)
 def test_an_unknown_data_source_is_an_error_that_says_what_there_is(data_source: str) -> None:
     with pytest.raises(DataError) as caught:
         rule_for(data_source)
     said = str(caught.value)
-    assert f"data_source {data_source!r}; set reward.functions to a rule (exact_match, position_match, gsm8k," in said
+    assert (
+        f"data_source {data_source!r}; set reward.functions to a rule (exact_match, position_match, gsm8k,"
+        in said
+    )
     assert "FILE.py:FUNCTION" in said

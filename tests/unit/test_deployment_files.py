@@ -1,4 +1,5 @@
-"""Dockerfile, Slurm script and KubeRay manifest: what can be said about them without docker, Slurm and Kubernetes."""
+"""Dockerfile, Slurm script and KubeRay manifest: what can be said about them without docker, Slurm
+and Kubernetes."""
 
 from __future__ import annotations
 
@@ -21,13 +22,17 @@ TARGETS = ["cpu", "cuda"]
 
 
 def pinned_version(root: Path, package: str) -> str:
-    (version,) = re.findall(rf"^{package}==(.*)$", (root / "constraints.txt").read_text(), flags=re.MULTILINE)
+    (version,) = re.findall(
+        rf"^{package}==(.*)$", (root / "constraints.txt").read_text(), flags=re.MULTILINE
+    )
     return str(version)
 
 
 def page_commands(root: Path, section: str) -> list[str]:
     """The lines of the command blocks of a section of docs/multinode.md."""
-    parts = re.split(r"^## ", (root / "docs" / "multinode.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    parts = re.split(
+        r"^## ", (root / "docs" / "multinode.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     (found,) = [part for part in parts if part.startswith(f"{section}\n")]
     blocks = re.findall(r"^```bash\n(.*?)\n```$", found, flags=re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
@@ -45,31 +50,48 @@ def words_of(stage: list[Instruction], name: str) -> list[str]:
     return [words for kind, words in stage if kind == name]
 
 
-def test_the_base_image_has_an_exact_version_of_a_python_that_we_support(root: Path, stage: list[Instruction]) -> None:
+def test_the_base_image_has_an_exact_version_of_a_python_that_we_support(
+    root: Path, stage: list[Instruction]
+) -> None:
     found = re.fullmatch(r"python:(\d+)\.(\d+)\.\d+-slim-bookworm", stage[0].words)
     assert found is not None and stage[0].name == "FROM"
     supported = tomllib.loads((root / "pyproject.toml").read_text())["project"]["requires-python"]
     assert supported == ">=3.11,<3.15" and (3, 11) <= tuple(map(int, found.groups())) < (3, 15)
 
 
-def test_what_is_copied_exists_and_nothing_else_is_sent_to_the_builder(root: Path, stage: list[Instruction]) -> None:
+def test_what_is_copied_exists_and_nothing_else_is_sent_to_the_builder(
+    root: Path, stage: list[Instruction]
+) -> None:
     copied = {source for words in words_of(stage, "COPY") for source in words.split()[:-1]}
     assert copied == {"constraints.txt", "pyproject.toml", "README.md", "LICENSE", "src", "recipes"}
     ignore = root / ".dockerignore"
     assert all((root / source).exists() and not is_ignored(source, ignore) for source in copied)
     assert not is_ignored("src/rolepool/cli.py", ignore)
-    for path in (".git/config", ".venv/bin/python", "runs/demo/config.yaml", ".env", "id_rsa", "tests/conftest.py"):
+    for path in (
+        ".git/config",
+        ".venv/bin/python",
+        "runs/demo/config.yaml",
+        ".env",
+        "id_rsa",
+        "tests/conftest.py",
+    ):
         assert is_ignored(path, ignore), path
-    assert is_ignored("src/rolepool/__pycache__/cli.pyc", ignore) and is_ignored("src/rolepool.egg-info", ignore)
+    assert is_ignored("src/rolepool/__pycache__/cli.pyc", ignore) and is_ignored(
+        "src/rolepool.egg-info", ignore
+    )
 
 
 def test_packages_have_the_pinned_versions_and_no_address_or_secret_is_in_the_file(
     root: Path, stage: list[Instruction]
 ) -> None:
     installs = [words for words in words_of(stage, "RUN") if "pip install" in words]
-    assert installs and all("-c constraints.txt" in words or "--no-deps" in words for words in installs)
+    assert installs and all(
+        "-c constraints.txt" in words or "--no-deps" in words for words in installs
+    )
     extras = re.findall(r"'\.\[(.*?)\]'", " ".join(installs))[0].split(",")
-    optional = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    optional = tomllib.loads((root / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert set(extras) <= set(optional) and "ray[default]>=2.50" in optional["dashboard"]
     for package in ("torch", "ray", "aiohttp", "opencensus", "datasets", "math-verify"):
         assert pinned_version(root, package)
@@ -86,7 +108,10 @@ def test_rolepool_is_started_by_a_user_who_is_not_root(stage: list[Instruction])
 def test_the_page_builds_targets_that_exist_and_runs_what_it_has_built(root: Path) -> None:
     commands = [shlex.split(line) for line in page_commands(root, "In a container")]
     builds = [command for command in commands if command[:2] == ["docker", "build"]]
-    targets = {command[command.index("--target") + 1]: command[command.index("-t") + 1] for command in builds}
+    targets = {
+        command[command.index("--target") + 1]: command[command.index("-t") + 1]
+        for command in builds
+    }
     assert list(targets) == TARGETS
     runs = [command for command in commands if command[:2] == ["docker", "run"]]
     assert runs and all(set(command) & set(targets.values()) for command in runs)
@@ -95,14 +120,21 @@ def test_the_page_builds_targets_that_exist_and_runs_what_it_has_built(root: Pat
 # Slurm
 
 
-def test_the_slurm_script_is_a_script_and_its_options_come_before_its_first_command(root: Path) -> None:
+def test_the_slurm_script_is_a_script_and_its_options_come_before_its_first_command(
+    root: Path,
+) -> None:
     script = root / "examples" / "slurm.sbatch"
     subprocess.run(["bash", "-n", script], check=True)
     text = script.read_text()
     head, _, commands = text.partition("\nset -euo pipefail\n")
     assert "#SBATCH" not in commands
-    assert all(line.startswith("#") or not line for line in head.splitlines()), "Slurm stops reading at a command"
-    options = dict(line.split("--", 1)[1].split("=", 1) for line in re.findall(r"^#SBATCH .*=.*", head, re.MULTILINE))
+    assert all(line.startswith("#") or not line for line in head.splitlines()), (
+        "Slurm stops reading at a command"
+    )
+    options = dict(
+        line.split("--", 1)[1].split("=", 1)
+        for line in re.findall(r"^#SBATCH .*=.*", head, re.MULTILINE)
+    )
     assert options["nodes"] == options["ntasks-per-node"] == "1"
     assert options["signal"].startswith("B:USR1@") and "#SBATCH --requeue" in head
     assert "examples/slurm.sbatch" in " ".join(page_commands(root, "With Slurm"))
@@ -111,7 +143,10 @@ def test_the_slurm_script_is_a_script_and_its_options_come_before_its_first_comm
 def test_shellcheck_has_nothing_to_say(root: Path) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
-    files = [root / "examples" / "slurm.sbatch", *sorted((root / "tests" / "cluster" / "fake_slurm").iterdir())]
+    files = [
+        root / "examples" / "slurm.sbatch",
+        *sorted((root / "tests" / "cluster" / "fake_slurm").iterdir()),
+    ]
     ended = subprocess.run(["shellcheck", *files], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout
 
@@ -157,7 +192,8 @@ POD = {
         "volumes": [VOLUME],
     }
 }
-# The fields of ray.io/v1 that the manifest uses, as KubeRay's API reference (1.7) lists them. 1.5.1 has them all.
+# The fields of ray.io/v1 that the manifest uses, as KubeRay's API reference (1.7) lists them. 1.5.1
+# has them all.
 RAY_JOB = Required(
     {
         "entrypoint": str,
@@ -188,13 +224,17 @@ RAY_JOB = Required(
     }
 )
 CLAIM = Required(
-    {"accessModes": [{"ReadWriteMany"}], "resources": Required({"requests": Required({"storage": Quantity})})}
+    {
+        "accessModes": [{"ReadWriteMany"}],
+        "resources": Required({"requests": Required({"storage": Quantity})}),
+    }
 )
 KINDS = {("ray.io/v1", "RayJob"): RAY_JOB, ("v1", "PersistentVolumeClaim"): CLAIM}
 
 
 def problems_of(value: Any, expected: Any, path: str) -> Iterator[str]:
-    """Where a value is not what is expected: a type, a set of values, a list of one kind, or fields by their names."""
+    """Where a value is not what is expected: a type, a set of values, a list of one kind, or fields
+    by their names."""
     if isinstance(expected, list) and isinstance(value, list):
         for index, item in enumerate(value):
             yield from problems_of(item, expected[0], f"{path}[{index}]")
@@ -205,7 +245,9 @@ def problems_of(value: Any, expected: Any, path: str) -> Iterator[str]:
             if name not in expected and str not in expected:
                 yield f"{path}.{name} is unknown"
             else:
-                yield from problems_of(item, expected.get(name, expected.get(str)), f"{path}.{name}")
+                yield from problems_of(
+                    item, expected.get(name, expected.get(str)), f"{path}.{name}"
+                )
     elif isinstance(expected, set):
         if value not in expected:
             yield f"{path}={value!r} is not one of {expected}"
@@ -250,16 +292,23 @@ def test_its_pods_fit_the_container_and_each_other(root: Path, manifest: dict[st
     claim = manifest["PersistentVolumeClaim"]["metadata"]["name"]
     for pod in pods:
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
+        mounts = {
+            mount["mountPath"]: volumes[mount["name"]]
+            for mount in pod["containers"][0]["volumeMounts"]
+        }
         assert set(mounts) == {"/work", "/dev/shm"}
         assert mounts["/work"]["persistentVolumeClaim"]["claimName"] == claim
         assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
     for pod in (*pods, job["submitterPodTemplate"]["spec"]):
         (container,) = pod["containers"]
-        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 1000
+        assert (
+            pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 1000
+        )
         assert not container["securityContext"]["allowPrivilegeEscalation"]
         assert container["image"] == "registry.example/rolepool:cuda"
-    assert "token" not in str(job).replace("authOptions': {'mode': 'token'}", "").replace("ServiceAccountToken", "")
+    assert "token" not in str(job).replace("authOptions': {'mode': 'token'}", "").replace(
+        "ServiceAccountToken", ""
+    )
 
 
 def test_its_entry_point_can_be_planned_on_its_nodes(
@@ -267,12 +316,27 @@ def test_its_entry_point_can_be_planned_on_its_nodes(
 ) -> None:
     job = manifest["RayJob"]["spec"]
     (workers,) = job["rayClusterSpec"]["workerGroupSpecs"]
-    num_gpus = int(workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    num_gpus = int(
+        workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    )
     program, command, *words = shlex.split(job["entrypoint"])
-    assert (program, command) == ("rolepool", "train") and not set("&|;<>$`") & set(job["entrypoint"])
-    assert f"trainer.nnodes={workers['replicas']}" in words and f"trainer.n_gpus_per_node={num_gpus}" in words
+    assert (program, command) == ("rolepool", "train") and not set("&|;<>$`") & set(
+        job["entrypoint"]
+    )
+    assert (
+        f"trainer.nnodes={workers['replicas']}" in words
+        and f"trainer.n_gpus_per_node={num_gpus}" in words
+    )
     model = f"actor_rollout_ref.model.path={root / 'recipes/shapes/deepseek-llm-7b-chat'}"
-    planned = rolepool("plan", *words, model, "--inventory", f"{workers['replicas']}x{num_gpus}", "--gpu-memory", "80")
+    planned = rolepool(
+        "plan",
+        *words,
+        model,
+        "--inventory",
+        f"{workers['replicas']}x{num_gpus}",
+        "--gpu-memory",
+        "80",
+    )
     assert planned.code == 0, planned.err
     assert "2 pools on 16 of 16 GPUs (nodes x GPUs: 2 x 8)" in planned.out
 
@@ -281,4 +345,6 @@ def test_the_page_applies_the_manifest(root: Path, manifest: dict[str, Any]) -> 
     commands = page_commands(root, "On Kubernetes")
     assert "kubectl apply -f examples/kuberay.yaml" in commands
     assert all(command.removeprefix("job=$(").startswith("kubectl ") for command in commands)
-    assert any(f"rayjob {manifest['RayJob']['metadata']['name']}" in command for command in commands)
+    assert any(
+        f"rayjob {manifest['RayJob']['metadata']['name']}" in command for command in commands
+    )

@@ -20,7 +20,9 @@ CODE = re.compile(r"^```.*?^```$|^    .*?$|`[^`\n]*`", flags=re.MULTILINE | re.D
 
 def anchors_of(page: Path) -> set[str]:
     """The anchors that a Git host makes from the headings of a page."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -51,7 +53,10 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
 def test_a_link_that_leads_nowhere_is_found() -> None:
     page = ROOT / "README.md"
     assert problem_of(page, "docs/nowhere.md") == "docs/nowhere.md: there is no such file"
-    assert problem_of(page, "docs/placement.md#nowhere") == "docs/placement.md#nowhere: that page has no such heading"
+    assert (
+        problem_of(page, "docs/placement.md#nowhere")
+        == "docs/placement.md#nowhere: that page has no such heading"
+    )
     assert problem_of(page, "docs/placement.md#cuda-mps") is None
 
 

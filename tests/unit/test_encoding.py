@@ -1,4 +1,5 @@
-"""Tensors travel as plain buffers: they survive the trip, and no tensor byte goes through pickle."""
+"""Tensors travel as plain buffers: they survive the trip, and no tensor byte goes through
+pickle."""
 
 from __future__ import annotations
 
@@ -18,13 +19,28 @@ from rolepool.protocol.encoding import make_private, tensor_bytes
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.complex64, torch.complex128),
+    *(
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    ),
+    *(
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e8m0fnu,
+        torch.complex64,
+        torch.complex128,
+    ),
 ]
 
 
 def send(value: object) -> object:
-    """What another process would get, with the buffers out of band and read-only, as Ray hands them out."""
+    """What another process would get, with the buffers out of band and read-only, as Ray hands them
+    out."""
     in_band, buffers = dump(value)
     read_only = [memoryview(bytes(buffer.raw())) for buffer in buffers]
     return pickle.loads(in_band, buffers=read_only)  # noqa: S301
@@ -51,8 +67,14 @@ def jagged(*lengths: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (4, 3)], ids=str)
 def test_every_dtype_survives_in_every_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    raw = np.random.default_rng(0).integers(0, 2, size=(int(np.prod(shape)) * dtype.itemsize,), dtype=np.uint8)
-    tensor = torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
+    raw = np.random.default_rng(0).integers(
+        0, 2, size=(int(np.prod(shape)) * dtype.itemsize,), dtype=np.uint8
+    )
+    tensor = (
+        torch.from_numpy(raw).view(dtype).reshape(shape)
+        if raw.size
+        else torch.empty(shape, dtype=dtype)
+    )
     received = trip(tensor)
     assert received.dtype == dtype
     assert received.shape == tensor.shape
@@ -86,9 +108,15 @@ def test_tensors_in_unusual_layouts_arrive_with_their_values(tensor: torch.Tenso
         jagged(2, 1, dtype=torch.bfloat16),
         torch.nested.nested_tensor_from_jagged(torch.zeros(0), torch.zeros(1, dtype=torch.int64)),
         torch.nested.nested_tensor([torch.ones(3, 2), torch.zeros(1, 2)], layout=torch.jagged),
-        torch.nested.nested_tensor([torch.ones(3, 2), torch.zeros(1, 2)], layout=torch.jagged).transpose(1, 2),
+        torch.nested.nested_tensor(
+            [torch.ones(3, 2), torch.zeros(1, 2)], layout=torch.jagged
+        ).transpose(1, 2),
         torch.nested.narrow(
-            torch.arange(20.0).reshape(4, 5), 1, torch.tensor([0, 1, 0, 2]), torch.tensor([2, 3, 1, 3]), torch.jagged
+            torch.arange(20.0).reshape(4, 5),
+            1,
+            torch.tensor([0, 1, 0, 2]),
+            torch.tensor([2, 3, 1, 3]),
+            torch.jagged,
         ),
     ],
     ids=["ragged", "bf16", "no rows", "2-d rows", "transposed", "with holes"],
@@ -110,7 +138,11 @@ def test_jagged_columns_with_the_same_lengths_can_still_be_combined_on_the_other
 def test_tensors_and_arrays_are_found_in_dicts_lists_tuples_and_object_arrays() -> None:
     objects = np.empty(2, dtype=object)
     objects[0], objects[1] = {"pixels": torch.ones(2, dtype=torch.bfloat16)}, [np.arange(3), "text"]
-    value = {"a": (torch.zeros(2), [np.float32(2), None]), 3: objects, "text": ["kept", {"as": "is"}]}
+    value = {
+        "a": (torch.zeros(2), [np.float32(2), None]),
+        3: objects,
+        "text": ["kept", {"as": "is"}],
+    }
     assert same_value(trip(value), value)
     assert len(encode(value).buffers) == 3
 
@@ -151,7 +183,10 @@ def test_numeric_arrays_go_out_of_band_and_may_be_written_to_on_arrival(dtype: s
 
 def test_a_batch_hands_over_all_its_tensor_bytes_out_of_band() -> None:
     data = DataProto.from_dict(
-        {"ids": torch.zeros(64, 1000, dtype=torch.int64), "logits": torch.zeros(64, 1000, dtype=torch.bfloat16)},
+        {
+            "ids": torch.zeros(64, 1000, dtype=torch.int64),
+            "logits": torch.zeros(64, 1000, dtype=torch.bfloat16),
+        },
         {"scores": np.zeros(64)},
         {"step": 3, "baseline": torch.zeros(5000)},
     )
@@ -161,7 +196,9 @@ def test_a_batch_hands_over_all_its_tensor_bytes_out_of_band() -> None:
 
 
 def test_a_row_slice_carries_its_rows_only_and_is_not_copied_before_it_is_written() -> None:
-    whole = DataProto.from_dict({"x": torch.arange(100_000).reshape(1000, 100), "j": jagged(*range(1000))})
+    whole = DataProto.from_dict(
+        {"x": torch.arange(100_000).reshape(1000, 100), "j": jagged(*range(1000))}
+    )
     part = whole[10:20]
     in_band, buffers = dump(part)
     assert len(in_band) < 2000
@@ -188,7 +225,9 @@ def test_received_tensors_are_writable_without_changing_the_buffers_they_came_in
 
 
 def test_a_pickle_without_out_of_band_buffers_works_in_every_protocol() -> None:
-    data = DataProto.from_dict({"x": torch.arange(5, dtype=torch.bfloat16)}, {"names": list("abcde")})
+    data = DataProto.from_dict(
+        {"x": torch.arange(5, dtype=torch.bfloat16)}, {"names": list("abcde")}
+    )
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         received = pickle.loads(pickle.dumps(data, protocol=protocol))  # noqa: S301
         assert torch.equal(received.batch["x"], data.batch["x"])
@@ -221,11 +260,17 @@ def test_memory_that_can_be_mapped_again_is_read_in_place_and_written_in_private
     path = str(tmp_path / "memory")
     monkeypatch.setattr(encoding_module, "_places_of", lambda mapping: iter([path]))
     read_only = np.frombuffer(memoryview(shared_file).toreadonly(), np.uint8)
-    parts = [read_only[100:1_200_000], read_only[1_200_000:1_200_100], read_only[1_600_001:3_600_000]]
+    parts = [
+        read_only[100:1_200_000],
+        read_only[1_200_000:1_200_100],
+        read_only[1_600_001:3_600_000],
+    ]
     views = [make_private(part) for part in parts]
     for view, part in zip(views, parts, strict=True):
         assert np.array_equal(view, part)
-    assert [isinstance(view.base, np.ndarray) for view in views] == [True, False, True], "a small part is copied"
+    assert [isinstance(view.base, np.ndarray) for view in views] == [True, False, True], (
+        "a small part is copied"
+    )
 
     before = bytes(shared_file)
     for view in views:
@@ -243,7 +288,9 @@ def test_mappings_and_descriptors_go_away_with_the_last_tensor(
 
     def held() -> tuple[int, int]:
         gc.collect()
-        return Path("/proc/self/maps").read_text().count(path), len(list(Path("/proc/self/fd").iterdir()))
+        return Path("/proc/self/maps").read_text().count(path), len(
+            list(Path("/proc/self/fd").iterdir())
+        )
 
     before = held()
     tensors = [torch.from_numpy(make_private(read_only)) for _ in range(5)]
@@ -256,7 +303,9 @@ def test_mappings_and_descriptors_go_away_with_the_last_tensor(
     assert held() == before
 
 
-def test_memory_that_cannot_be_mapped_again_is_copied(shared_file: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_mapped_again_is_copied(
+    shared_file: mmap.mmap, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(encoding_module, "_places_of", lambda mapping: iter(["/nowhere"]))
     read_only = np.frombuffer(memoryview(shared_file).toreadonly(), np.uint8)
     view = make_private(read_only)

@@ -1,4 +1,5 @@
-"""Every engine keeps the contract; the transformers engine also for models that no other engine knows."""
+"""Every engine keeps the contract; the transformers engine also for models that no other engine
+knows."""
 
 from __future__ import annotations
 
@@ -28,8 +29,12 @@ from rolepool.rollout.transformers_engine import TransformersEngine, transformer
 from rolepool.rollout.vllm_engine import VllmEngine, file_weights
 from tiny_models import SETTINGS, config_of, make_model, write_model
 
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm/bin/python"))
-SAMPLED = Sampling(1.0, 1.0, -1, do_sample=True, max_new_tokens=20, ignore_eos=True, stop_token_ids=())
+VLLM_PYTHON = Path(
+    os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm/bin/python")
+)
+SAMPLED = Sampling(
+    1.0, 1.0, -1, do_sample=True, max_new_tokens=20, ignore_eos=True, stop_token_ids=()
+)
 
 
 def make_requests(count: int = 9) -> list[Request]:
@@ -37,7 +42,10 @@ def make_requests(count: int = 9) -> list[Request]:
     lengths = [2, 40, 1] + [numbers.randint(1, 30) for _ in range(count - 3)]
     prompts = [[numbers.randrange(97) for _ in range(length)] for length in lengths]
     limits = (20, 1, 7, 33, None)
-    return [Request(ids, sample_seed(0, index, 0), limits[index % 5]) for index, ids in enumerate(prompts)]
+    return [
+        Request(ids, sample_seed(0, index, 0), limits[index % 5])
+        for index, ids in enumerate(prompts)
+    ]
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -64,9 +72,19 @@ def test_the_transformers_engine_keeps_the_contract(model_type: str) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", ["qwen2", "llama"])
 def test_the_vllm_engine_keeps_the_contract(tmp_path: Path, model_type: str, tied: bool) -> None:
-    sizes = {"hidden_size": 128, "num_attention_heads": 4, "tie_word_embeddings": tied}  # vLLM's heads have 32 numbers
+    sizes = {
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "tie_word_embeddings": tied,
+    }  # vLLM's heads have 32 numbers
     folder = write_model(tmp_path, model_type, **sizes)
-    arguments = {"model": folder, "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "enforce_eager": True}
+    arguments = {
+        "model": folder,
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "enforce_eager": True,
+    }
     engine = VllmEngine(str(VLLM_PYTHON), arguments, make_model(model_type, **sizes))
     try:
         # Its kernels for CPUs round more: 2.5e-4 was seen with temperature 0.7, top-k and top-p.
@@ -77,7 +95,9 @@ def test_the_vllm_engine_keeps_the_contract(tmp_path: Path, model_type: str, tie
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "gemma2", "qwen3_moe", "mixtral"])
-def test_vllm_gets_the_weights_under_the_names_in_the_files_of_a_model(tmp_path: Path, model_type: str) -> None:
+def test_vllm_gets_the_weights_under_the_names_in_the_files_of_a_model(
+    tmp_path: Path, model_type: str
+) -> None:
     write_model(tmp_path, model_type)
     stored = load_file(tmp_path / "model.safetensors")
     given = file_weights(make_model(model_type))
@@ -94,11 +114,15 @@ def test_the_transformers_engine_agrees_with_the_trainer(model_type: str) -> Non
 def test_native_and_transformers_choose_the_same_tokens() -> None:
     model, requests = make_model("qwen3"), make_requests()
     native, transformers = NativeEngine(model, 4, 23), TransformersEngine(model, 3)
-    for one, other in zip(native.generate(requests, SAMPLED), transformers.generate(requests, SAMPLED), strict=True):
+    for one, other in zip(
+        native.generate(requests, SAMPLED), transformers.generate(requests, SAMPLED), strict=True
+    ):
         assert one.token_ids.tolist() == other.token_ids.tolist()
 
 
-def test_the_transformers_engine_generates_with_the_weights_of_a_packed_model(tmp_path: Path) -> None:
+def test_the_transformers_engine_generates_with_the_weights_of_a_packed_model(
+    tmp_path: Path,
+) -> None:
     folder = write_model(tmp_path, "gemma3_text")
     trained: Any = load_policy(config_of(folder), torch.float32, packed=True)
     engine = transformers_engine(
@@ -111,14 +135,18 @@ def test_the_transformers_engine_generates_with_the_weights_of_a_packed_model(tm
             ours.mul_(1.1)  # as an update does
             theirs.mul_(1.1)
     requests = make_requests()
-    assert largest_difference(plain, requests, engine.generate(requests, SAMPLED), SAMPLED) < ROUNDING
+    assert (
+        largest_difference(plain, requests, engine.generate(requests, SAMPLED), SAMPLED) < ROUNDING
+    )
     assert trained.config._attn_implementation != engine.model.config._attn_implementation
 
 
 def test_a_model_without_a_key_value_cache_is_refused() -> None:
     sizes = {"vocab_size": 97, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}
     engine = TransformersEngine(MambaForCausalLM(MambaConfig(**sizes)), 4)
-    with pytest.raises(ConfigError, match="MambaForCausalLM returns no key-value cache; choose another model"):
+    with pytest.raises(
+        ConfigError, match="MambaForCausalLM returns no key-value cache; choose another model"
+    ):
         engine.generate(make_requests(), SAMPLED)
 
 
@@ -131,14 +159,22 @@ LENGTHS = [(6, 15), (1, 2), (3, 0), (0, 0), (4, 4)]
 
 def rows() -> TokenRows:
     prompts, responses = torch.tensor(LENGTHS).T
-    ids = torch.randint(97, (int((prompts + responses).sum()),), generator=torch.Generator().manual_seed(1))
-    return TokenRows({"input_ids": ragged(ids, prompts + responses), "num_prompt_tokens": prompts}, "cpu")
+    ids = torch.randint(
+        97, (int((prompts + responses).sum()),), generator=torch.Generator().manual_seed(1)
+    )
+    return TokenRows(
+        {"input_ids": ragged(ids, prompts + responses), "num_prompt_tokens": prompts}, "cpu"
+    )
 
 
 @pytest.mark.parametrize("model_type", sorted(PACKABLE_TYPES))
-def test_models_that_may_be_packed_compute_as_if_they_were_not(tmp_path: Path, model_type: str) -> None:
+def test_models_that_may_be_packed_compute_as_if_they_were_not(
+    tmp_path: Path, model_type: str
+) -> None:
     folder = write_model(tmp_path, model_type)
-    policies = [load_policy(config_of(folder), torch.float32, packed=packed) for packed in (False, True)]
+    policies = [
+        load_policy(config_of(folder), torch.float32, packed=packed) for packed in (False, True)
+    ]
     critics = []
     for packed in (False, True):
         torch.manual_seed(0)  # of the new head
@@ -148,7 +184,10 @@ def test_models_that_may_be_packed_compute_as_if_they_were_not(tmp_path: Path, m
             response_log_probs(model, rows(), temperature=0.9, packed=is_packed)
             for model, is_packed in zip(policies, (False, True), strict=True)
         )
-        values = [response_values(model, rows(), packed=bool(index)) for index, model in enumerate(critics)]
+        values = [
+            response_values(model, rows(), packed=bool(index))
+            for index, model in enumerate(critics)
+        ]
     for one, other in zip((*padded, values[0]), (*packed_, values[1]), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=ROUNDING)
 
@@ -159,7 +198,9 @@ def test_log_probs_follow_what_a_model_does_to_its_logits(tmp_path: Path, model_
     policy: Any = load_policy(config_of(folder), torch.float32, packed=False)
     got = response_log_probs(policy, rows(), temperature=0.9, packed=False)
     expected = []
-    for ids, (_, num_new) in zip(rows().ids.split([sum(row) for row in LENGTHS]), LENGTHS, strict=True):
+    for ids, (_, num_new) in zip(
+        rows().ids.split([sum(row) for row in LENGTHS]), LENGTHS, strict=True
+    ):
         if num_new:
             logits = policy(ids[None]).logits[0, -num_new - 1 : -1] / 0.9
             chosen = torch.distributions.Categorical(logits=logits)
@@ -170,13 +211,18 @@ def test_log_probs_follow_what_a_model_does_to_its_logits(tmp_path: Path, model_
 # Config and plan
 
 
-def test_plan_names_the_engines_that_can_run_a_model(tmp_path: Path, rolepool: Callable[..., Any]) -> None:
+def test_plan_names_the_engines_that_can_run_a_model(
+    tmp_path: Path, rolepool: Callable[..., Any]
+) -> None:
     folder = write_model(tmp_path, "qwen3_moe")
     path = f"actor_rollout_ref.model.path={folder}"
     shown = rolepool("plan", path, "actor_rollout_ref.rollout.name=transformers")
     assert shown.code == 0, shown.err
     text = " ".join(shown.out.split())
-    assert "engines for this model: transformers, vllm; the native rollout engine cannot run model_type" in text
+    assert (
+        "engines for this model: transformers, vllm; the native rollout engine cannot run model_type"
+        in text
+    )
     engines = json.loads(rolepool("plan", path, "--json").out)["engines"]
     assert [name for name, reason in engines.items() if reason is None] == ["transformers", "vllm"]
     refused = rolepool("plan", path, "actor_rollout_ref.rollout.name=native")
@@ -185,12 +231,22 @@ def test_plan_names_the_engines_that_can_run_a_model(tmp_path: Path, rolepool: C
     assert "set actor_rollout_ref.rollout.name=transformers" in refused.err
 
 
-def test_plan_refuses_models_that_no_engine_can_run(tmp_path: Path, rolepool: Callable[..., Any]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
-    words = [f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=transformers"]
+def test_plan_refuses_models_that_no_engine_can_run(
+    tmp_path: Path, rolepool: Callable[..., Any]
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "t5", "is_encoder_decoder": True})
+    )
+    words = [
+        f"actor_rollout_ref.model.path={tmp_path}",
+        "actor_rollout_ref.rollout.name=transformers",
+    ]
     refused = rolepool("plan", *words)
     assert refused.code == 2
-    assert "the transformers engine cannot run an encoder-decoder model; choose another model" in refused.err
+    assert (
+        "the transformers engine cannot run an encoder-decoder model; choose another model"
+        in refused.err
+    )
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "bloom"])
@@ -202,20 +258,32 @@ def test_plan_refuses_packed_rows_of_models_that_would_mix_them(
     refused = rolepool("plan", *words)
     assert refused.code == 2
     key = "actor_rollout_ref.model.use_remove_padding"
-    assert f"{key}=true: models of type {model_type} cannot compute packed rows here; set {key}=false" in refused.err
+    assert (
+        f"{key}=true: models of type {model_type} cannot compute packed rows here; set {key}=false"
+        in refused.err
+    )
     assert rolepool("plan", *words, f"{key}=false").code == 0
 
 
 def test_the_transformers_engine_does_not_split_a_model() -> None:
-    name, size = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    name, size = (
+        "actor_rollout_ref.rollout.name",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    )
     problem, *_ = load_config([], [f"{size}=2", f"{name}=transformers"]).why_not_trained()
     assert f"{size}=2: the transformers engine has all weights in one process" in problem
 
 
 def test_training_with_vllm_needs_its_environment(tmp_path: Path) -> None:
-    words = ["actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.vllm_python={tmp_path}/python"]
+    words = [
+        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.rollout.vllm_python={tmp_path}/python",
+    ]
     (problem,) = load_config([], words).why_not_trained()
-    assert f"there is no actor_rollout_ref.rollout.vllm_python={tmp_path}/python; run scripts/setup_vllm.sh" in problem
+    assert (
+        f"there is no actor_rollout_ref.rollout.vllm_python={tmp_path}/python; run scripts/setup_vllm.sh"
+        in problem
+    )
     (tmp_path / "python").touch()
     assert load_config([], words).why_not_trained() == []
 
@@ -226,7 +294,11 @@ def test_the_parity_check_is_on_for_other_engines_and_needs_the_actors_distribut
         return keys.actor_rollout_ref.rollout.checks_parity
 
     assert not checks("name=native") and checks("name=transformers") and checks("name=a:B")
-    assert checks("name=native", "parity_check=true") and not checks("name=transformers", "parity_check=false")
-    assert not checks("name=transformers", "top_p=0.9") and checks("name=transformers", "temperature=0.7")
+    assert checks("name=native", "parity_check=true") and not checks(
+        "name=transformers", "parity_check=false"
+    )
+    assert not checks("name=transformers", "top_p=0.9") and checks(
+        "name=transformers", "temperature=0.7"
+    )
     with pytest.raises(ConfigError, match="parity_check=true: top_p, top_k and greedy decoding"):
         checks("parity_check=true", "top_k=5")

@@ -57,7 +57,11 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Completion]]:
 
 def config_with(demo: Demo, name: str, *overrides: str, response: int = 24) -> Any:
     keys = [f"actor_rollout_ref.model.path={demo.model}", "data.max_prompt_length=8"]
-    keys += [f"data.max_response_length={response}", f"{HERE}.multi_turn.enable=true", f"environment.name={name}"]
+    keys += [
+        f"data.max_response_length={response}",
+        f"{HERE}.multi_turn.enable=true",
+        f"environment.name={name}",
+    ]
     keys += [f"environment.path={__file__}", f"{HERE}.calculate_log_probs=true"]
     return load_config([], [*keys, *overrides]).config
 
@@ -88,7 +92,12 @@ def prompts(count: int = NUM_ROWS, **extra: Any) -> DataProto:
 
 def same(one: DataProto, other: DataProto) -> bool:
     return all(
-        torch.equal(*(torch.nan_to_num(torch.cat(list(batch.batch[key].unbind()))) for batch in (one, other)))
+        torch.equal(
+            *(
+                torch.nan_to_num(torch.cat(list(batch.batch[key].unbind())))
+                for batch in (one, other)
+            )
+        )
         if one.batch[key].is_nested
         else torch.equal(*(torch.nan_to_num(batch.batch[key]) for batch in (one, other)))
         for key in one.batch.keys()  # noqa: SIM118  a TensorDict
@@ -102,8 +111,8 @@ ADDED: dict[str, list[list[int]]] = {}
 
 
 async def random_conversation(row: Any, generate: Generate) -> Trajectory:
-    """Adds random tokens between turns of random lengths, and remembers what was sampled and added. The tokens depend
-    only on the row; the time that it waits does not."""
+    """Adds random tokens between turns of random lengths, and remembers what was sampled and added.
+    The tokens depend only on the row; the time that it waits does not."""
     numbers = random.Random(row["uid"])
     trajectory = Trajectory(list(row["prompt_ids"]))
     SAMPLED[row["uid"]], ADDED[row["uid"]] = [], []
@@ -121,35 +130,58 @@ async def random_conversation(row: Any, generate: Generate) -> Trajectory:
     return trajectory
 
 
-def test_trained_tokens_are_exactly_the_sampled_ones_and_the_mask_covers_them_alone(demo: Demo) -> None:
+def test_trained_tokens_are_exactly_the_sampled_ones_and_the_mask_covers_them_alone(
+    demo: Demo,
+) -> None:
     batch = make_rollout(demo, "random_conversation").generate_sequences(prompts(60)).batch
-    masks, log_probs, scores = (batch[key].unbind() for key in ("response_mask", "rollout_log_probs", "turn_scores"))
+    masks, log_probs, scores = (
+        batch[key].unbind() for key in ("response_mask", "rollout_log_probs", "turn_scores")
+    )
     for row, response in enumerate(rows_of_responses(batch)):
         turns, added, mask = SAMPLED[f"row{row}"], ADDED[f"row{row}"], masks[row]
-        assert response[mask].tolist() == [token for turn in turns for token in turn.token_ids.tolist()]
-        assert log_probs[row][mask].tolist() == [value for turn in turns for value in turn.log_probs.tolist()]
+        assert response[mask].tolist() == [
+            token for turn in turns for token in turn.token_ids.tolist()
+        ]
+        assert log_probs[row][mask].tolist() == [
+            value for turn in turns for value in turn.log_probs.tolist()
+        ]
         assert response[~mask].tolist() == [token for tokens in added[:-1] for token in tokens]
         assert not log_probs[row][~mask].any()
         assert mask[-1], "a response ends with a sampled token"
-        ends = np.cumsum([len(turn.token_ids) for turn in turns]) + np.cumsum([0, *map(len, added[:-1])]) - 1
+        ends = (
+            np.cumsum([len(turn.token_ids) for turn in turns])
+            + np.cumsum([0, *map(len, added[:-1])])
+            - 1
+        )
         assert set(scores[row].nonzero()[:, 0].tolist()) <= set(ends.tolist())
         assert batch["num_turns"][row] == len(turns)
     assert batch["environment_score"].isnan().nonzero().tolist() == [[3]]
     assert (batch["num_turns"] > 2).any() and (batch["num_response_tokens"] <= 24).all()
-    assert len({tuple(turn.token_ids.tolist()) for turns in SAMPLED.values() for turn in turns}) > 50
+    assert (
+        len({tuple(turn.token_ids.tolist()) for turns in SAMPLED.values() for turn in turns}) > 50
+    )
 
 
-def test_neither_the_order_in_which_conversations_go_on_nor_the_batch_changes_them(demo: Demo) -> None:
-    rollout, few = (make_rollout(demo, "random_conversation", f"{HERE}.max_num_seqs={size}") for size in (1024, 3))
+def test_neither_the_order_in_which_conversations_go_on_nor_the_batch_changes_them(
+    demo: Demo,
+) -> None:
+    rollout, few = (
+        make_rollout(demo, "random_conversation", f"{HERE}.max_num_seqs={size}")
+        for size in (1024, 3)
+    )
     expected = rollout.generate_sequences(prompts())
     for other in (rollout, few):
         for _ in range(2):
             assert same(other.generate_sequences(prompts(waits=True)), expected)
-    halves = [rollout.generate_sequences(prompts()[rows]) for rows in (slice(0, 5), slice(5, NUM_ROWS))]
+    halves = [
+        rollout.generate_sequences(prompts()[rows]) for rows in (slice(0, 5), slice(5, NUM_ROWS))
+    ]
     assert same(DataProto.concat(halves), expected)
 
 
-def test_an_engine_without_sessions_of_its_own_generates_batches_and_says_the_same(demo: Demo) -> None:
+def test_an_engine_without_sessions_of_its_own_generates_batches_and_says_the_same(
+    demo: Demo,
+) -> None:
     rollout = make_rollout(demo, "random_conversation")
     expected = rollout.generate_sequences(prompts())
     native: Any = rollout.engine
@@ -181,9 +213,16 @@ def test_one_turn_is_what_is_generated_without_an_environment(demo: Demo) -> Non
     turns = make_rollout(demo, "one_turn").generate_sequences(prompts()).batch
     off = [f"{HERE}.multi_turn.enable=false", "environment.name=null", "environment.path=null"]
     plain = make_rollout(demo, "null", *off).generate_sequences(prompts()).batch
-    assert sorted(plain.keys()) == ["input_ids", "num_prompt_tokens", "num_response_tokens", "rollout_log_probs"]
+    assert sorted(plain.keys()) == [
+        "input_ids",
+        "num_prompt_tokens",
+        "num_response_tokens",
+        "rollout_log_probs",
+    ]
     for key in ("input_ids", "rollout_log_probs"):
-        assert torch.equal(torch.cat(list(turns[key].unbind())), torch.cat(list(plain[key].unbind())))
+        assert torch.equal(
+            torch.cat(list(turns[key].unbind())), torch.cat(list(plain[key].unbind()))
+        )
     assert all(row.all() for row in turns["response_mask"].unbind())
 
 
@@ -193,7 +232,9 @@ async def fails(row: Any, generate: Generate) -> Trajectory:
     return await one_turn(row, generate)
 
 
-def test_an_error_in_a_rollout_function_names_the_row_and_the_engine_works_after_it(demo: Demo) -> None:
+def test_an_error_in_a_rollout_function_names_the_row_and_the_engine_works_after_it(
+    demo: Demo,
+) -> None:
     rollout = make_rollout(demo, "fails")
     with pytest.raises(RolepoolError, match="failed with ValueError: on purpose, for line 5"):
         rollout.generate_sequences(prompts())
@@ -245,7 +286,8 @@ def test_a_turn_computes_only_the_tokens_that_the_turns_before_it_did_not(
 
     monkeypatch.setattr(Decoder, "prefill", counted)
     batch = make_rollout(demo, "three_turns").generate_sequences(prompts(NUM_ROWS)).batch
-    # Of each turn but the first: the last token that was sampled before it, and the two that were added.
+    # Of each turn but the first: the last token that was sampled before it, and the two that were
+    # added.
     assert batch["num_turns"].tolist() == [3] * NUM_ROWS
     assert num_run == NUM_ROWS * (3 + 2 * 3)
 
@@ -262,7 +304,8 @@ def test_requests_that_do_not_fit_into_a_session_are_refused(demo: Demo) -> None
 
 
 class Counter:
-    """A tool of every kind of misbehaviour. The demo's tokenizer cannot write, so `parse_script` chooses the calls."""
+    """A tool of every kind of misbehaviour. The demo's tokenizer cannot write, so `parse_script`
+    chooses the calls."""
 
     def reset(self, row: int, ground_truth: str, **_: Any) -> None:
         if row == 9:
@@ -306,7 +349,11 @@ CALLS = [
     ("misbehave", {"how": "sleep"}),
     ("misbehave", {"how": "eat"}),
 ]
-CALLS += [("misbehave", {"how": "exit"}), ("misbehave", {"how": "crash"}), ("misbehave", {"how": "lock"})]
+CALLS += [
+    ("misbehave", {"how": "exit"}),
+    ("misbehave", {"how": "crash"}),
+    ("misbehave", {"how": "lock"}),
+]
 CALLS += [("get_reward", {}), ("add", {"wrong": 1}), ("add", {"number": 3})]
 
 
@@ -327,8 +374,15 @@ def test_what_goes_wrong_in_a_tool_becomes_a_message_and_is_counted(
         return added_tokens(tokenizer, messages, *more)
 
     monkeypatch.setattr(environments, "added_tokens", noted)
-    keys = ["environment.timeout_s=0.5", "environment.memory_gb=0.5", f"{HERE}.multi_turn.max_user_turns=1"]
-    keys += [f"{HERE}.multi_turn.format={__name__}:parse_script", f"{HERE}.multi_turn.max_turn_tokens=2"]
+    keys = [
+        "environment.timeout_s=0.5",
+        "environment.memory_gb=0.5",
+        f"{HERE}.multi_turn.max_user_turns=1",
+    ]
+    keys += [
+        f"{HERE}.multi_turn.format={__name__}:parse_script",
+        f"{HERE}.multi_turn.max_turn_tokens=2",
+    ]
     rollout = make_rollout(demo, "Counter", *keys, response=100)
     batch = rollout.generate_sequences(prompts(1)).batch
     assert MESSAGES[0] == "a 2"
@@ -373,9 +427,13 @@ class Greeter:
         return " h"
 
 
-def test_what_reset_returns_is_added_to_the_prompt_and_the_reward_function_scores(demo: Demo, tmp_path: Path) -> None:
+def test_what_reset_returns_is_added_to_the_prompt_and_the_reward_function_scores(
+    demo: Demo, tmp_path: Path
+) -> None:
     rule = tmp_path / "rule.py"
-    rule.write_text("def compute_score(solution_str, **_):\n    return {'score': 0.25, 'words': 3}\n")
+    rule.write_text(
+        "def compute_score(solution_str, **_):\n    return {'score': 0.25, 'words': 3}\n"
+    )
     keys = [f"custom_reward_function.path={rule}"]
     rollouts = make_rollout(demo, "Greeter", *keys).generate_sequences(prompts())
     ids, num_prompt = rollouts.batch["input_ids"].unbind(), rollouts.batch["num_prompt_tokens"]
@@ -412,8 +470,12 @@ def test_a_template_adds_what_it_writes_after_the_end_token(demo: Demo) -> None:
     other_end = tokenizer.convert_tokens_to_ids("b")
     tokenizer.chat_template = tokenizer.chat_template.replace("<eos>", " b ")
     ids = added_tokens(tokenizer, [{"role": "tool", "content": "c"}], "line 1", {}, [other_end])
-    assert tokenizer.decode(ids) == "= c b = ?", "a turn may end with another token than that of the tokenizer"
-    tokenizer.chat_template = "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    assert tokenizer.decode(ids) == "= c b = ?", (
+        "a turn may end with another token than that of the tokenizer"
+    )
+    tokenizer.chat_template = (
+        "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
     with pytest.raises(RolepoolError, match="changes earlier messages when others follow"):
         added_tokens(tokenizer, [{"role": "tool", "content": "c"}], "line 1", {})
 
@@ -440,6 +502,8 @@ class NoHelp:
         (["environment.name=NoHelp"], "the tool tool cannot be described"),
     ],
 )
-def test_what_is_wrong_in_the_config_is_said_with_its_key(keys: list[str], problem: str, demo: Demo) -> None:
+def test_what_is_wrong_in_the_config_is_said_with_its_key(
+    keys: list[str], problem: str, demo: Demo
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         make_rollout(demo, "one_turn", *keys)

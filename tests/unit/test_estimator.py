@@ -29,7 +29,11 @@ class Future:
 
     def get(self, keys: Any = None) -> DataProto:
         self.was_fetched = True
-        return self.batch if keys is None else self.batch.select([key for key in keys if key in self.batch.batch])
+        return (
+            self.batch
+            if keys is None
+            else self.batch.select([key for key in keys if key in self.batch.batch])
+        )
 
 
 def estimated(
@@ -42,10 +46,14 @@ def estimated(
     numbers = torch.arange(ROWS * LENGTH, dtype=torch.float32).view(ROWS, LENGTH)
     lengths = torch.tensor(LENGTHS)
     futures = {
-        "rollouts": Future({"num_prompt_tokens": torch.full((ROWS,), PROMPT), "num_response_tokens": lengths}),
+        "rollouts": Future(
+            {"num_prompt_tokens": torch.full((ROWS,), PROMPT), "num_response_tokens": lengths}
+        ),
         "scores": Future({"scores": numbers[:, 0]}),
         "values": Future({"values": unpad(numbers / 10, lengths)}),
-        "old": Future({"old_log_probs": unpad(-numbers, lengths), "entropy_sums": numbers.sum(dim=1)}),
+        "old": Future(
+            {"old_log_probs": unpad(-numbers, lengths), "entropy_sums": numbers.sum(dim=1)}
+        ),
         "ref": Future({"ref_log_prob": unpad(-2 * numbers, lengths)}),
     }
     prompts = DataProto.from_dict(non_tensors={"uid": np.arange(ROWS)})
@@ -62,10 +70,14 @@ def estimated(
 
 
 @pytest.mark.parametrize("with_penalty", [False, True])
-def test_a_kl_penalty_changes_the_rewards_and_is_reported(with_penalty: bool, tmp_path: Path) -> None:
+def test_a_kl_penalty_changes_the_rewards_and_is_reported(
+    with_penalty: bool, tmp_path: Path
+) -> None:
     result, futures = estimated(tmp_path, f"algorithm.use_kl_in_reward={str(with_penalty).lower()}")
     assert futures["old"].was_fetched == with_penalty
-    is_penalized = not torch.equal(result.tensors["token_level_rewards"], result.tensors["token_level_scores"])
+    is_penalized = not torch.equal(
+        result.tensors["token_level_rewards"], result.tensors["token_level_scores"]
+    )
     assert is_penalized == with_penalty
     assert ("actor/reward_kl_penalty" in result.metrics) == with_penalty
 
@@ -77,8 +89,14 @@ def test_a_batch_is_described_by_what_was_estimated_and_its_entropies(tmp_path: 
     assert metrics["critic/score/mean"] == pytest.approx((0 + 3 + 6 + 9) / ROWS)
     assert metrics["critic/values/max"] == pytest.approx(1.0)
     assert metrics["perf/total_num_tokens"] == ROWS * PROMPT + sum(LENGTHS)
-    assert (metrics["response_length/mean"], metrics["prompt_length/mean"]) == (sum(LENGTHS) / ROWS, PROMPT)
-    assert (metrics["response_length/clip_ratio"], metrics["prompt_length/clip_ratio"]) == (0.5, 0.0)
+    assert (metrics["response_length/mean"], metrics["prompt_length/mean"]) == (
+        sum(LENGTHS) / ROWS,
+        PROMPT,
+    )
+    assert (metrics["response_length/clip_ratio"], metrics["prompt_length/clip_ratio"]) == (
+        0.5,
+        0.0,
+    )
     assert result.lengths == [PROMPT + length for length in LENGTHS]
     assert "training/rollout_probs_diff_mean" not in metrics
 
@@ -93,7 +111,9 @@ def test_scores_stand_at_the_last_token_and_what_updates_read_is_ragged(tmp_path
         assert torch.equal(pad_ragged(result.batch.batch[key]), result.tensors[key])
 
 
-def test_probabilities_of_rollout_and_actor_are_compared_over_all_response_tokens(tmp_path: Path) -> None:
+def test_probabilities_of_rollout_and_actor_are_compared_over_all_response_tokens(
+    tmp_path: Path,
+) -> None:
     result, futures = estimated(tmp_path)
     scored = futures["old"].get()
     actor = torch.tensor([0.5, 0.25, 0.5, 1.0, 0.5, 0.5, 0.5, 0.5, 0.5])
@@ -101,7 +121,9 @@ def test_probabilities_of_rollout_and_actor_are_compared_over_all_response_token
     for key, probabilities in (("old_log_probs", actor), ("rollout_log_probs", actor + apart)):
         scored.batch[key] = ragged(probabilities.log(), torch.tensor(LENGTHS))
     metrics = describe(result, scored)
-    found = {name: metrics[f"training/rollout_probs_diff_{name}"] for name in ("mean", "max", "std")}
+    found = {
+        name: metrics[f"training/rollout_probs_diff_{name}"] for name in ("mean", "max", "std")
+    }
     assert found == pytest.approx({"mean": 0.5 / 9, "max": 0.25, "std": float(apart.abs().std())})
 
 

@@ -49,23 +49,38 @@ def test_a_placement_that_is_predicted_to_be_faster_is_named_with_its_override_a
     assert better.numbers == pytest.approx({"step_s": 10.0, "predicted_s": 8.0, "at_most_s": 9.0})
     assert better.overrides == ("placement.strategy=standard",)
     assert better.gain_s == pytest.approx(2.0)
-    assert overlap.text == "Pools that worked at the same time saved 2 s per step; a step took 10 s."
+    assert (
+        overlap.text == "Pools that worked at the same time saved 2 s per step; a step took 10 s."
+    )
     assert overlap.numbers == pytest.approx({"saved_s": 2.0, "step_s": 10.0})
 
 
-@pytest.mark.parametrize("other", [(12.0, 11.0, 13.0), (8.0, 5.0, 11.0)], ids=["slower", "not certain"])
+@pytest.mark.parametrize(
+    "other", [(12.0, 11.0, 13.0), (8.0, 5.0, 11.0)], ids=["slower", "not certain"]
+)
 def test_a_placement_that_may_be_slower_is_not_named(other: tuple[float, float, float]) -> None:
     run = make_run()
-    assert [one.text[:5] for one in findings_of(run, predictions(run, (10.0, 9.5, 10.5), other))] == ["Pools"]
+    assert [
+        one.text[:5] for one in findings_of(run, predictions(run, (10.0, 9.5, 10.5), other))
+    ] == ["Pools"]
 
 
 def test_a_slow_rank_is_named_with_what_the_others_waited() -> None:
     """One rank generates 2 s longer, which makes a step of 12 s."""
-    (slow,) = [finding for finding in findings_of(make_run(late={("gen", 1): 2.0})) if "slowest" in finding.text]
-    assert slow.text == f"In gen the other rank of {ACTOR} waited 2 s per step (17%) for the slowest rank."
+    (slow,) = [
+        finding
+        for finding in findings_of(make_run(late={("gen", 1): 2.0}))
+        if "slowest" in finding.text
+    ]
+    assert (
+        slow.text
+        == f"In gen the other rank of {ACTOR} waited 2 s per step (17%) for the slowest rank."
+    )
     assert slow.numbers == pytest.approx({"waited_s": 2.0, "step_s": 12.0})
     assert slow.overrides == ("data.max_response_length=256",)
-    assert slow.gain_s == pytest.approx(1.0)  # equal ranks would both end after 5 s, not after 4 and 6 s
+    assert slow.gain_s == pytest.approx(
+        1.0
+    )  # equal ranks would both end after 5 s, not after 4 and 6 s
 
 
 @pytest.mark.parametrize(
@@ -76,18 +91,28 @@ def test_a_slow_rank_is_named_with_what_the_others_waited() -> None:
         (("actor_rollout_ref.actor.use_dynamic_bsz=true",), "data.train_batch_size=24"),
     ],
 )
-def test_an_uneven_update_names_what_is_not_in_force_yet(overrides: tuple[str, ...], override: str) -> None:
+def test_an_uneven_update_names_what_is_not_in_force_yet(
+    overrides: tuple[str, ...], override: str
+) -> None:
     found = findings_of(make_run(overrides=overrides, late={("update_actor", 0): 1.0}))
     assert [finding.overrides for finding in found if "slowest" in finding.text] == [(override,)]
 
 
 def test_a_slow_driver_is_named() -> None:
-    (found,) = [finding for finding in findings_of(make_run(seconds={"adv": 2.5})) if "driver" in finding.text]
+    (found,) = [
+        finding
+        for finding in findings_of(make_run(seconds={"adv": 2.5}))
+        if "driver" in finding.text
+    ]
     assert found.text.startswith(
         "20% of a step's critical path is not work in a pool, but the driver (2.5 s) and hand-overs"
     )
-    assert found.numbers == pytest.approx({"share": 0.2, "driver_s": 2.5, "hand_over_s": 0.0, "step_s": 12.5})
-    assert found.overrides == ("data.train_batch_size=24 actor_rollout_ref.actor.ppo_mini_batch_size=24",)
+    assert found.numbers == pytest.approx(
+        {"share": 0.2, "driver_s": 2.5, "hand_over_s": 0.0, "step_s": 12.5}
+    )
+    assert found.overrides == (
+        "data.train_batch_size=24 actor_rollout_ref.actor.ppo_mini_batch_size=24",
+    )
     assert found.gain_s == pytest.approx(1.25)
 
 
@@ -97,7 +122,13 @@ def test_a_slow_driver_is_named() -> None:
         ("rows=6", 79.0, "1% was free): a longer batch may not fit", ACTOR, "rows=3"),
         ("rows=null", 79.0, "1% was free): a longer batch may not fit", ACTOR, "rows=1"),
         ("rows=6", 40.0, "50% was free): larger micro-batches would be faster", CRITIC, "rows=12"),
-        ("tokens=8192", 40.0, "50% was free): larger micro-batches would be faster", CRITIC, "tokens=16384"),
+        (
+            "tokens=8192",
+            40.0,
+            "50% was free): larger micro-batches would be faster",
+            CRITIC,
+            "tokens=16384",
+        ),
     ],
 )
 def test_memory_that_runs_short_or_lies_idle_is_named(
@@ -106,9 +137,16 @@ def test_memory_that_runs_short_or_lies_idle_is_named(
     section = {ACTOR: "actor_rollout_ref.actor", CRITIC: "critic"}[pool]
     names = {"rows": "ppo_micro_batch_size_per_gpu", "tokens": "ppo_max_token_len_per_gpu"}
     key, value = set_by.split("=")
-    overrides = (f"{section}.{names[key]}={value}", f"{section}.use_dynamic_bsz={str(key == 'tokens').lower()}")
+    overrides = (
+        f"{section}.{names[key]}={value}",
+        f"{section}.use_dynamic_bsz={str(key == 'tokens').lower()}",
+    )
     monitor = [sample(10.0, 80.0, pool), sample(used, 80.0, pool)]
-    (found,) = [one for one in findings_of(make_run(overrides=overrides, monitor=monitor)) if "GiB" in one.text]
+    (found,) = [
+        one
+        for one in findings_of(make_run(overrides=overrides, monitor=monitor))
+        if "GiB" in one.text
+    ]
     assert found.text.startswith(f"{pool} used at most {used} of 80.0 GiB of a GPU ({words}")
     new_key, new_value = override.split("=")
     assert found.overrides == (f"{section}.{names[new_key]}={new_value}",)
@@ -123,7 +161,9 @@ def test_nothing_is_said_about_memory_that_is_well_used_or_whose_size_is_unknown
     unknown = sample(79.0, 80.0, ACTOR)
     del unknown["gpus"][0]["memory_total_bytes"]
     for monitor in ([sample(60.0, 80.0, ACTOR)], [unknown]):
-        assert not [finding for finding in findings_of(make_run(monitor=monitor)) if "GiB" in finding.text]
+        assert not [
+            finding for finding in findings_of(make_run(monitor=monitor)) if "GiB" in finding.text
+        ]
 
 
 def test_a_slow_first_step_is_kept_out_of_the_averages() -> None:
@@ -148,7 +188,9 @@ def test_every_key_named_is_one_of_the_schema_and_every_value_is_accepted() -> N
         make_run(overrides=("trainer.balance_batch=false",), late={("update_critic", 0): 2.0}),
         make_run(monitor=[sample(79, 80, ACTOR), sample(10, 80, CRITIC)]),
     ]
-    copied = {override for run in runs for finding in findings_of(run) for override in finding.overrides}
+    copied = {
+        override for run in runs for finding in findings_of(run) for override in finding.overrides
+    }
     assert len(copied) > 5
     for overrides in copied:
         assert all("=" in override for override in overrides.split(" "))
@@ -171,8 +213,9 @@ def test_the_largest_gain_comes_first() -> None:
 
 
 def disturbed_run(slow: float, percent: float, tokens: float = 1.0, busy: float = 1.0) -> Run:
-    """30 steps. The last 10 take `slow` times as long, and processes use `percent` of a core while they are busy
-    instead of 90%; the work grows `tokens` times, and processes are busy `busy` times as long."""
+    """30 steps. The last 10 take `slow` times as long, and processes use `percent` of a core while
+    they are busy instead of 90%; the work grows `tokens` times, and processes are busy `busy` times
+    as long."""
     run = make_run(num_steps=30, overrides=("trainer.n_gpus_per_node=2",))
     rows = {}
     for step in run.metrics:
@@ -205,12 +248,15 @@ def test_steps_that_become_slower_while_utilization_falls_show_outside_load() ->
         (1.4, 60.0, 1.0),  # as much as short steps differ on a machine with few cores
     ],
 )
-def test_other_changes_are_a_property_of_the_run(slow: float, percent: float, tokens: float) -> None:
+def test_other_changes_are_a_property_of_the_run(
+    slow: float, percent: float, tokens: float
+) -> None:
     assert outside_load(disturbed_run(slow, percent, tokens)) is None
 
 
 def test_ranks_that_wait_longer_for_each_other_are_not_outside_load() -> None:
-    """From step 21 on, ranks are busy half as long and use half as much: they wait, and do as much while they work."""
+    """From step 21 on, ranks are busy half as long and use half as much: they wait, and do as much
+    while they work."""
     assert outside_load(disturbed_run(slow=2.0, percent=90.0, busy=0.5)) is None
     assert outside_load(disturbed_run(slow=2.0, percent=45.0, busy=0.5)) is not None
 
@@ -224,7 +270,9 @@ def test_without_samples_or_with_few_steps_nothing_is_known_about_outside_load()
     assert outside_load(make_run(num_steps=0)) is None
 
 
-@pytest.mark.parametrize("name", ["timing_s/step", "perf/total_num_tokens", f"pool/{ACTOR}/busy_fraction"])
+@pytest.mark.parametrize(
+    "name", ["timing_s/step", "perf/total_num_tokens", f"pool/{ACTOR}/busy_fraction"]
+)
 def test_a_row_that_lacks_a_number_is_not_a_part_of_a_period(name: str) -> None:
     run = disturbed_run(2.0, 45.0)
     del run.metrics[15][name]
@@ -234,7 +282,14 @@ def test_a_row_that_lacks_a_number_is_not_a_part_of_a_period(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(0.0, "0 s"), (0.000551, "551 µs"), (0.0123, "12.3 ms"), (1.5, "1.5 s"), (119.0, "119 s"), (150.0, "2.5 min")],
+    [
+        (0.0, "0 s"),
+        (0.000551, "551 µs"),
+        (0.0123, "12.3 ms"),
+        (1.5, "1.5 s"),
+        (119.0, "119 s"),
+        (150.0, "2.5 min"),
+    ],
 )
 def test_a_duration_has_a_unit_for_people(seconds: float, words: str) -> None:
     assert duration(seconds) == words

@@ -1,4 +1,5 @@
-"""Defaults that fit the machine, the model and the batch size; a value that the user sets stays as it is."""
+"""Defaults that fit the machine, the model and the batch size; a value that the user sets stays as
+it is."""
 
 from __future__ import annotations
 
@@ -29,21 +30,33 @@ def value(key: str, *overrides: str) -> object:
 # The batch
 
 
-@pytest.mark.parametrize(("batch", "mini_batch"), [(1024, 256), (32, 32), (1, 1), (256, 256), (300, 150), (384, 192)])
-def test_the_default_mini_batch_divides_the_batch_and_the_critic_follows_it(batch: int, mini_batch: int) -> None:
+@pytest.mark.parametrize(
+    ("batch", "mini_batch"), [(1024, 256), (32, 32), (1, 1), (256, 256), (300, 150), (384, 192)]
+)
+def test_the_default_mini_batch_divides_the_batch_and_the_critic_follows_it(
+    batch: int, mini_batch: int
+) -> None:
     config = load_config(overrides=[f"data.train_batch_size={batch}"]).config
     assert config.at(MINI_BATCH) == config.critic.ppo_mini_batch_size == mini_batch
 
 
 def test_a_mini_batch_that_the_user_sets_is_never_changed() -> None:
     assert value(MINI_BATCH, "data.train_batch_size=32", f"{MINI_BATCH}=8") == 8
-    with pytest.raises(ConfigError, match=f"{MINI_BATCH}=64: must divide data.train_batch_size=32; use 32"):
+    with pytest.raises(
+        ConfigError, match=f"{MINI_BATCH}=64: must divide data.train_batch_size=32; use 32"
+    ):
         load_config(overrides=["data.train_batch_size=32", f"{MINI_BATCH}=64"])
 
 
 def test_a_default_is_fitted_beside_a_wrong_key_and_the_wrong_key_alone_is_reported() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(overrides=["data.train_batch_size=32", "critic.ppo_mini_batch_size=x", "trainer.n_gpus_per_node=0"])
+        load_config(
+            overrides=[
+                "data.train_batch_size=32",
+                "critic.ppo_mini_batch_size=x",
+                "trainer.n_gpus_per_node=0",
+            ]
+        )
     assert len(caught.value.problems) == 2
 
 
@@ -68,12 +81,18 @@ def test_default_lengths_are_at_most_what_the_policy_has_positions_for(
     tmp_path: Path, positions: int, overrides: str, lengths: tuple[int, int]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
-    config = load_config(overrides=[f"actor_rollout_ref.model.path={tmp_path}", *overrides.split()]).config
+    config = load_config(
+        overrides=[f"actor_rollout_ref.model.path={tmp_path}", *overrides.split()]
+    ).config
     assert (config.data.max_prompt_length, config.data.max_response_length) == lengths
-    assert not [problem for problem in find_problems(config, build_plan(config)) if "positions" in problem]
+    assert not [
+        problem for problem in find_problems(config, build_plan(config)) if "positions" in problem
+    ]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"max_position_embeddings": "x", "rope_scaling": "y"}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"max_position_embeddings": "x", "rope_scaling": "y"}']
+)
 def test_a_model_that_does_not_say_leaves_the_defaults(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     assert value("data.max_prompt_length", f"actor_rollout_ref.model.path={tmp_path}") == 512
@@ -83,7 +102,9 @@ def test_a_length_that_the_user_sets_too_long_is_still_an_error(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
     words = [f"actor_rollout_ref.model.path={tmp_path}", "data.max_response_length=64"]
     config = load_config(overrides=words).config
-    assert any("has 64 positions" in problem for problem in find_problems(config, build_plan(config)))
+    assert any(
+        "has 64 positions" in problem for problem in find_problems(config, build_plan(config))
+    )
 
 
 # The machine
@@ -91,7 +112,14 @@ def test_a_length_that_the_user_sets_too_long_is_still_an_error(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("gpus", "cores", "device", "slots"),
-    [(8, 64, "auto", 8), (3, 64, "cuda", 3), (8, 2, "cpu", 2), (0, 1, "auto", 1), (0, 6, "auto", 4), (0, 64, "cpu", 8)],
+    [
+        (8, 64, "auto", 8),
+        (3, 64, "cuda", 3),
+        (8, 2, "cpu", 2),
+        (0, 1, "auto", 1),
+        (0, 6, "auto", 4),
+        (0, 64, "cpu", 8),
+    ],
 )
 def test_the_slots_are_the_gpus_or_a_power_of_two_of_cpu_processes(
     monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, device: str, slots: int
@@ -100,12 +128,22 @@ def test_the_slots_are_the_gpus_or_a_power_of_two_of_cpu_processes(
     monkeypatch.setattr("rolepool.config.fitting.num_cores", lambda: cores)
     assert num_slots(device) == slots
     assert value("trainer.n_gpus_per_node", f"trainer.device={device}") == slots
-    assert value("trainer.n_gpus_per_node", "trainer.n_gpus_per_node=null", f"trainer.device={device}") == slots
-    assert value("trainer.n_gpus_per_node", "trainer.n_gpus_per_node=5", f"trainer.device={device}") == 5
+    assert (
+        value("trainer.n_gpus_per_node", "trainer.n_gpus_per_node=null", f"trainer.device={device}")
+        == slots
+    )
+    assert (
+        value("trainer.n_gpus_per_node", "trainer.n_gpus_per_node=5", f"trainer.device={device}")
+        == 5
+    )
 
 
-@pytest.mark.parametrize(("visible", "count"), [(None, 8), ("", 0), ("-1", 0), ("2,3", 2), ("GPU-1f,GPU-2e,GPU-3d", 3)])
-def test_gpus_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int) -> None:
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 8), ("", 0), ("-1", 0), ("2,3", 2), ("GPU-1f,GPU-2e,GPU-3d", 3)]
+)
+def test_gpus_that_are_hidden_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
+) -> None:
     monkeypatch.setattr("rolepool.config.fitting.gpu_memories", lambda: [2**30] * 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -133,18 +171,26 @@ def test_config_shows_the_number_and_explains_where_it_comes_from(rolepool: Role
         ("algorithm.adv_estimator=gae", False),
     ],
 )
-def test_an_estimator_that_compares_responses_warns_if_there_is_one(overrides: str, warns: bool) -> None:
+def test_an_estimator_that_compares_responses_warns_if_there_is_one(
+    overrides: str, warns: bool
+) -> None:
     config = load_config(overrides=overrides.split()).config
     warnings = list(find_warnings(config, build_plan(config), on_cpus=False))
     assert len(warnings) == warns
-    assert all(warning.startswith("actor_rollout_ref.rollout.n=1: algorithm.adv_estimator=") for warning in warnings)
+    assert all(
+        warning.startswith("actor_rollout_ref.rollout.n=1: algorithm.adv_estimator=")
+        for warning in warnings
+    )
 
 
 def test_more_cpu_processes_than_cores_are_a_warning_of_plan(
     rolepool: Rolepool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rolepool.placement.checks.num_cores", lambda: 2)
-    few, many = (rolepool("plan", "trainer.device=cpu", f"trainer.n_gpus_per_node={count}") for count in (2, 4))
+    few, many = (
+        rolepool("plan", "trainer.device=cpu", f"trainer.n_gpus_per_node={count}")
+        for count in (2, 4)
+    )
     assert (few.code, few.err, many.code) == (0, "", 0)
     assert many.err == (
         "warning: trainer.n_gpus_per_node=4: 4 processes share 2 CPU cores and will be slow; use fewer processes\n"
@@ -168,7 +214,11 @@ def test_plan_says_if_this_machine_has_too_little_shared_memory_for_snapshots(
     monkeypatch.setattr("rolepool.placement.checks.num_cores", lambda: 2)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=3 * 2**30))
     made = rolepool(
-        "plan", "actor_rollout_ref.model.path=recipes/shapes/qwen2.5-0.5b", "--gpu-memory", "80", *words.split()
+        "plan",
+        "actor_rollout_ref.model.path=recipes/shapes/qwen2.5-0.5b",
+        "--gpu-memory",
+        "80",
+        *words.split(),
     )
     assert made.code == 0
     warning = (

@@ -1,4 +1,5 @@
-"""Run folders that somebody made to do harm: no command that reads one imports, executes or looks up what it names."""
+"""Run folders that somebody made to do harm: no command that reads one imports, executes or looks
+up what it names."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ ARGUMENTS: dict[str, Callable[[str], list[str]]] = {
     "trace": lambda run: [run],
     "export": lambda run: [run, f"{run}_exported"],
 }
-"""The words after each command that reads a run folder. `serve`, which does not end, has its own tests."""
+"""The words after each command that reads a run folder. `serve`, which does not end, has its own
+tests."""
 
 
 def test_every_command_is_tried_here() -> None:
@@ -59,7 +61,9 @@ def copy(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "evil", raising=False)
     monkeypatch.setenv("ROLEPOOL_TEST_SECRET", SECRET)
-    Path("evil.py").write_text("from pathlib import Path\nPath('executed').touch()\n", encoding="utf-8")
+    Path("evil.py").write_text(
+        "from pathlib import Path\nPath('executed').touch()\n", encoding="utf-8"
+    )
     yield Path(shutil.copytree(run, "copy"))
     assert "evil" not in sys.modules
     assert not Path("executed").exists()
@@ -107,7 +111,11 @@ HOSTILE: dict[str, dict[str, object]] = {
 SLOW = {"plot", "export"}
 """Commands that take about a second. They are tried with fewer cases."""
 TRIED = [(case, command) for case in HOSTILE for command in ARGUMENTS if command not in SLOW]
-TRIED += [(case, command) for case in ("an extension", "the environment's variables") for command in sorted(SLOW)]
+TRIED += [
+    (case, command)
+    for case in ("an extension", "the environment's variables")
+    for command in sorted(SLOW)
+]
 
 
 @pytest.mark.parametrize(("case", "command"), TRIED)
@@ -119,7 +127,9 @@ def test_nothing_that_a_run_folder_names_is_imported_or_looked_up(
     outcome = capsys.readouterr()
     assert code in (0, 2)
     assert "Traceback" not in outcome.err
-    written = [file for file in Path.cwd().rglob("*") if file.is_file() and file.stat().st_size < 2**24]
+    written = [
+        file for file in Path.cwd().rglob("*") if file.is_file() and file.stat().st_size < 2**24
+    ]
     assert not any(SECRET.encode() in file.read_bytes() for file in written)
     assert SECRET not in outcome.out + outcome.err
     if command in ("watch", "report", "compare", "plot", "trace"):
@@ -134,14 +144,20 @@ def test_nothing_is_imported_by_the_python_api(copy: Path, case: str) -> None:
     run = Run(copy)
     run.metrics()
     run.report()
-    for read in (lambda: run.config, lambda: run.plan, lambda: run.move("placement.strategy=split")):
+    for read in (
+        lambda: run.config,
+        lambda: run.plan,
+        lambda: run.move("placement.strategy=split"),
+    ):
         with suppress(RolepoolError):
             read()
     if case != "a strategy":
         assert run.plan.plan.pools.keys() == {"global_pool"}
 
 
-def test_the_user_may_name_what_a_prediction_needs(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_user_may_name_what_a_prediction_needs(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A trusted extension is imported if it is named in the command, and only then."""
     code = "from rolepool.placement.plan import standard\n\n\ndef strategy(*given):\n    return standard(*given)\n"
     Path("harmless.py").write_text(code, encoding="utf-8")
@@ -178,7 +194,9 @@ def test_an_extension_that_the_user_names_is_imported_for_a_prediction(copy: Pat
     Path("its.py").write_text(code, encoding="utf-8")
     change(copy, trainer__extensions=["its.py"], algorithm__adv_estimator="its_own")
     words = ["predict", str(copy), "--set", "trainer.extensions=[its.py]", "--", "split"]
-    ended = subprocess.run([sys.executable, "-m", "rolepool", *words], capture_output=True, check=False, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-m", "rolepool", *words], capture_output=True, check=False, timeout=60
+    )
     assert ended.returncode == 0, ended.stderr
     assert b"critic_pool [2]" in ended.stdout
 
@@ -206,7 +224,10 @@ APPENDED: dict[str, tuple[str, bytes]] = {
         "metrics.jsonl",
         b'{"step": 1e999, "a": 1}\n{"step": 1e300, "a": 1}\n{"step": 1.5, "a": 1}\n',
     ),
-    "numbers without end": ("metrics.jsonl", b'{"step": 3, "timing_s/step": 1e308, "training/num_steps": 1e308}\n'),
+    "numbers without end": (
+        "metrics.jsonl",
+        b'{"step": 3, "timing_s/step": 1e308, "training/num_steps": 1e308}\n',
+    ),
     "a restart that is not UTF-8": ("metrics.jsonl", b'{"step": 3, "restart": {"what": "\xff"}}\n'),
     "a line without an end": ("metrics.jsonl", b"x" * (MAX_LINE_BYTES + 10)),
     "spans of far steps": ("spans.jsonl", b"FIRST" + b'"step": 123456789012345678901234567890'),
@@ -214,11 +235,15 @@ APPENDED: dict[str, tuple[str, bytes]] = {
     "deep spans": ("spans.jsonl", DEEP + b"\n"),
     "large samples": (
         "monitor.jsonl",
-        b'{"time_s": 1, "gpus": [], "processes": [{"pool": "p", "cpu_percent": 1e308, "memory_bytes": 1}]}\n' * 2,
+        b'{"time_s": 1, "gpus": [], "processes": [{"pool": "p", "cpu_percent": 1e308, "memory_bytes": 1}]}\n'
+        * 2,
     ),
 }
 REPLACED: dict[str, tuple[str, bytes]] = {
-    "an alias bomb": ("config.yaml", b"a: &a [1,1]\n" + b"".join(b"a%d: &a%d [*a,*a]\n" % (n, n) for n in range(9))),
+    "an alias bomb": (
+        "config.yaml",
+        b"a: &a [1,1]\n" + b"".join(b"a%d: &a%d [*a,*a]\n" % (n, n) for n in range(9)),
+    ),
     "a deep config": ("config.yaml", b"a: " + DEEP),
     "a config with a wrong reference": ("config.yaml", b'trainer: {experiment_name: ${a="x"}}\n'),
     "a config that is a list": ("config.yaml", b"- 1\n"),
@@ -237,7 +262,8 @@ NOTED_LINES = APPENDED.keys() - {"numbers without end"}
 NOTED_FILES = {case for case, (name, _) in REPLACED.items() if name in ("config.yaml", "plan.json")}
 NOTED_FILES -= {"a config with other types"}
 READERS = {name: command for name, command in ARGUMENTS.items() if name not in ("plot", "export")}
-"""Commands that read these files. `plot` reads what `compare` reads, and `export` only the config."""
+"""Commands that read these files. `plot` reads what `compare` reads, and `export` only the
+config."""
 
 
 def damage(folder: Path, case: str) -> None:
@@ -246,7 +272,12 @@ def damage(folder: Path, case: str) -> None:
         file = folder / name
         if content.startswith(b"FIRST"):  # a field of the first span
             span = json.loads(file.read_bytes().splitlines()[0])
-            content = json.dumps({**span, **json.loads(b"{" + content.removeprefix(b"FIRST") + b"}")}).encode() + b"\n"
+            content = (
+                json.dumps(
+                    {**span, **json.loads(b"{" + content.removeprefix(b"FIRST") + b"}")}
+                ).encode()
+                + b"\n"
+            )
         with file.open("ab") as appended:
             appended.write(content)
         return
@@ -273,16 +304,26 @@ def test_a_damaged_file_is_a_clear_line(
     if command == "report" and case in NOTED_LINES:
         assert outcome.err.startswith("skipped ") and APPENDED[case][0] in outcome.err
     if command == "report" and case in NOTED_FILES:
-        assert outcome.err.startswith(f"{REPLACED[case][0]} cannot be read: ") and outcome.err.count("\n") == 1
+        assert (
+            outcome.err.startswith(f"{REPLACED[case][0]} cannot be read: ")
+            and outcome.err.count("\n") == 1
+        )
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("command", ARGUMENTS)
-def test_no_command_waits_for_a_pipe(copy: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_waits_for_a_pipe(
+    copy: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nobody ever writes to these pipes."""
     checkpoint = copy / "checkpoints" / "step_000003"
     (checkpoint / "actor").mkdir(parents=True)
-    for name in ("trainer.json", "actor/rank_00000_of_00001.json", "actor/x.safetensors", "actor/a.sha256"):
+    for name in (
+        "trainer.json",
+        "actor/rank_00000_of_00001.json",
+        "actor/x.safetensors",
+        "actor/a.sha256",
+    ):
         os.mkfifo(checkpoint / name)
     names = ["plan.json", "state.json", ".lock", "spans.jsonl", "monitor.jsonl", "train.log"]
     if command != "export":  # which would not look at the checkpoint without it
@@ -329,7 +370,9 @@ def test_serve_shows_hostile_folders_and_stays_usable(
         listener.start()
 
         def page(path: str) -> str:
-            request = Request(f"http://127.0.0.1:{server.server_port}{path}", headers={"Cookie": server.cookie})
+            request = Request(
+                f"http://127.0.0.1:{server.server_port}{path}", headers={"Cookie": server.cookie}
+            )
             with urlopen(request, timeout=60) as answer:
                 return str(answer.read().decode())
 

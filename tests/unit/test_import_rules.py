@@ -1,4 +1,5 @@
-"""Imports point one way, as the architecture says; and what must answer at once imports nothing heavy."""
+"""Imports point one way, as the architecture says; and what must answer at once imports nothing
+heavy."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ ORDER = [
     {"api"},
     {"cli"},
 ]
-MAY_IMPORT = {part: set().union(*ORDER[:level]) for level, parts in enumerate(ORDER) for part in parts}
+MAY_IMPORT = {
+    part: set().union(*ORDER[:level]) for level, parts in enumerate(ORDER) for part in parts
+}
 MAY_IMPORT["cluster"] = {
     "errors",
     "files",
@@ -43,7 +46,16 @@ MAY_IMPORT["cluster"] = {
     "protocol",
 }
 MAY_IMPORT["planner"] = {"errors", "units", "config", "placement", "metrics"}
-MAY_IMPORT["report"] = {"errors", "files", "reading", "units", "config", "placement", "metrics", "planner"}
+MAY_IMPORT["report"] = {
+    "errors",
+    "files",
+    "reading",
+    "units",
+    "config",
+    "placement",
+    "metrics",
+    "planner",
+}
 MAY_IMPORT["command_line"] = {"errors", "config"}
 MAY_IMPORT["terminal"] = {"errors", "command_line"}
 for part in ("placement", "report", "trainer", "cli"):
@@ -52,7 +64,17 @@ MAY_IMPORT["trainer"] |= {"cluster", "command_line", "planner", "report"}
 MAY_IMPORT["api"] |= {"report"}
 MAY_IMPORT["cli"] |= {"cluster", "command_line", "planner", "report"}
 
-WITHOUT_TORCH = {"errors", "files", "seeds", "config", "placement", "metrics", "command_line", "planner", "report"}
+WITHOUT_TORCH = {
+    "errors",
+    "files",
+    "seeds",
+    "config",
+    "placement",
+    "metrics",
+    "command_line",
+    "planner",
+    "report",
+}
 WITHOUT_TORCH |= {"quick_imports", "reading", "terminal", "units"}
 WITH_RAY = {"cluster"}
 
@@ -66,7 +88,8 @@ class Import(NamedTuple):
 
 
 def imports_of(package: Path) -> Iterator[Import]:
-    """Every import of every file, also those inside functions, `if TYPE_CHECKING` and `import_module("...")`."""
+    """Every import of every file, also those inside functions, `if TYPE_CHECKING` and
+    `import_module("...")`."""
     for file in sorted(package.rglob("*.py")):
         inside = file.relative_to(package)
         part = inside.parts[0].removesuffix(".py")
@@ -84,7 +107,9 @@ def modules_named(node: ast.AST, here: list[str]) -> list[str]:
         module = ".".join([*base, *(node.module.split(".") if node.module else [])])
         return [f"{module}.{alias.name}" for alias in node.names]
     if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        name = (
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        )
         if name in ("import_module", "__import__"):
             return [str(node.args[0].value)]
     return []
@@ -106,7 +131,9 @@ def violations(package: Path) -> list[str]:
         elif top == package.name and below and below[0] != part and not below[0].startswith("__"):
             target = below[0]
             if target not in MAY_IMPORT:
-                found.append(f"{place}: {target} is imported through the package and not from where it lives")
+                found.append(
+                    f"{place}: {target} is imported through the package and not from where it lives"
+                )
             elif target not in MAY_IMPORT[part]:
                 found.append(f"{place}: {part} imports {target}")
     return list(dict.fromkeys(found))
@@ -153,7 +180,11 @@ def test_no_parts_import_each_other_in_a_circle(package: Path) -> None:
 
 def test_the_walk_sees_the_package(package: Path) -> None:
     """A walk that found nothing would pass, too."""
-    seen = {(part, module.split(".")[1]) for part, _, module in imports_of(package) if module.startswith(f"{PACKAGE}.")}
+    seen = {
+        (part, module.split(".")[1])
+        for part, _, module in imports_of(package)
+        if module.startswith(f"{PACKAGE}.")
+    }
     assert {("cli", "placement"), ("placement", "config"), ("config", "errors")} <= seen
 
 
@@ -161,8 +192,12 @@ def test_the_walk_sees_the_package(package: Path) -> None:
 def test_the_command_line_imports_nothing_heavy_at_its_top(package: Path, file: str) -> None:
     tree = ast.parse((package / file).read_text(encoding="utf-8"))
     at_the_top = [module for node in tree.body for module in modules_named(node, [PACKAGE])]
-    ours = {".".join(module.split(".")[:2]) for module in at_the_top if module.startswith(f"{PACKAGE}.")}
-    assert ours <= {f"{PACKAGE}.{name}" for name in ("__version__", "command_line", "errors", "quick_imports")}
+    ours = {
+        ".".join(module.split(".")[:2]) for module in at_the_top if module.startswith(f"{PACKAGE}.")
+    }
+    assert ours <= {
+        f"{PACKAGE}.{name}" for name in ("__version__", "command_line", "errors", "quick_imports")
+    }
 
 
 # The checker itself
@@ -179,11 +214,27 @@ def tree_of(folder: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("file", "text", "expected"),
     [
-        ("config/a.py", "from rolepool.placement import Plan", "config/a.py:1: config imports placement"),
-        ("config/a.py", "from ..placement.plan import Plan", "config/a.py:1: config imports placement"),
+        (
+            "config/a.py",
+            "from rolepool.placement import Plan",
+            "config/a.py:1: config imports placement",
+        ),
+        (
+            "config/a.py",
+            "from ..placement.plan import Plan",
+            "config/a.py:1: config imports placement",
+        ),
         ("config/a.py", "from .. import placement", "config/a.py:1: config imports placement"),
-        ("errors.py", "import rolepool.config.schema as schema", "errors.py:1: errors imports config"),
-        ("placement/a.py", "def f():\n    import torch.nn", "placement/a.py:2: placement imports torch"),
+        (
+            "errors.py",
+            "import rolepool.config.schema as schema",
+            "errors.py:1: errors imports config",
+        ),
+        (
+            "placement/a.py",
+            "def f():\n    import torch.nn",
+            "placement/a.py:2: placement imports torch",
+        ),
         (
             "metrics/b/c.py",
             "if TYPE_CHECKING:\n    from torch import Tensor",
@@ -191,19 +242,47 @@ def tree_of(folder: Path, files: dict[str, str]) -> Path:
         ),
         ("planner/a.py", "import torch", "planner/a.py:1: planner imports torch"),
         ("planner/a.py", "import ray", "planner/a.py:1: planner imports ray"),
-        ("planner/a.py", "from rolepool.report.run import Run", "planner/a.py:1: planner imports report"),
-        ("planner/a.py", "from rolepool.trainer.paper import x", "planner/a.py:1: planner imports trainer"),
+        (
+            "planner/a.py",
+            "from rolepool.report.run import Run",
+            "planner/a.py:1: planner imports report",
+        ),
+        (
+            "planner/a.py",
+            "from rolepool.trainer.paper import x",
+            "planner/a.py:1: planner imports trainer",
+        ),
         ("protocol/a.py", "import ray", "protocol/a.py:1: protocol imports ray"),
         ("trainer/a.py", "from ray.util import x", "trainer/a.py:1: trainer imports ray"),
         ("cli.py", "import ray", "cli.py:1: cli imports ray"),
         ("protocol/a.py", "import_module('ray')", "protocol/a.py:1: protocol imports ray"),
-        ("roles/a.py", "from rolepool.cluster import WorkerGroup", "roles/a.py:1: roles imports cluster"),
-        ("cluster/a.py", "from rolepool.roles import Actor", "cluster/a.py:1: cluster imports roles"),
-        ("report/a.py", "from rolepool.protocol import DataProto", "report/a.py:1: report imports protocol"),
-        ("report/a.py", "from rolepool.trainer.build import x", "report/a.py:1: report imports trainer"),
+        (
+            "roles/a.py",
+            "from rolepool.cluster import WorkerGroup",
+            "roles/a.py:1: roles imports cluster",
+        ),
+        (
+            "cluster/a.py",
+            "from rolepool.roles import Actor",
+            "cluster/a.py:1: cluster imports roles",
+        ),
+        (
+            "report/a.py",
+            "from rolepool.protocol import DataProto",
+            "report/a.py:1: report imports protocol",
+        ),
+        (
+            "report/a.py",
+            "from rolepool.trainer.build import x",
+            "report/a.py:1: report imports trainer",
+        ),
         ("report/a.py", "def f():\n    import torch", "report/a.py:2: report imports torch"),
         ("report/a.py", "import ray", "report/a.py:1: report imports ray"),
-        ("metrics/a.py", "from rolepool.report.run import Run", "metrics/a.py:1: metrics imports report"),
+        (
+            "metrics/a.py",
+            "from rolepool.report.run import Run",
+            "metrics/a.py:1: metrics imports report",
+        ),
         ("data/a.py", "from rolepool.models import load", "data/a.py:1: data imports models"),
         ("trainer/a.py", "from rolepool import cli", "trainer/a.py:1: trainer imports cli"),
         (
@@ -224,11 +303,23 @@ def test_the_checker_finds_an_import_that_points_the_wrong_way(
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("cluster/a.py", "import ray, torch\nfrom rolepool.protocol import DataProto\nfrom .b import c"),
-        ("trainer/a.py", "from rolepool.cluster import WorkerGroup\nfrom rolepool.roles.actor_critic import Actor"),
+        (
+            "cluster/a.py",
+            "import ray, torch\nfrom rolepool.protocol import DataProto\nfrom .b import c",
+        ),
+        (
+            "trainer/a.py",
+            "from rolepool.cluster import WorkerGroup\nfrom rolepool.roles.actor_critic import Actor",
+        ),
         ("report/a.py", "from rolepool.planner.search import search"),
-        ("cli.py", "from rolepool import __version__\ndef f():\n    from rolepool.planner import search"),
-        ("protocol/a.py", "import torch\nfrom rolepool.errors import DataError\nfrom . import b\nfrom .b import c"),
+        (
+            "cli.py",
+            "from rolepool import __version__\ndef f():\n    from rolepool.planner import search",
+        ),
+        (
+            "protocol/a.py",
+            "import torch\nfrom rolepool.errors import DataError\nfrom . import b\nfrom .b import c",
+        ),
         ("__init__.py", "from rolepool.cluster import WorkerGroup"),
         ("models/a.py", "import torch, transformers\nimport arrays.ray"),
     ],
@@ -255,8 +346,12 @@ def test_the_checker_finds_circles_over_several_parts(tmp_path: Path) -> None:
 # What is really imported
 
 
-def modules_after(python: Callable[..., subprocess.CompletedProcess[str]], statement: str) -> set[str]:
-    ended = python("-c", f"import sys, json\n{statement}\nprint('\\n' + json.dumps(sorted(sys.modules)))")
+def modules_after(
+    python: Callable[..., subprocess.CompletedProcess[str]], statement: str
+) -> set[str]:
+    ended = python(
+        "-c", f"import sys, json\n{statement}\nprint('\\n' + json.dumps(sorted(sys.modules)))"
+    )
     assert ended.returncode == 0, ended.stderr
     return set(json.loads(ended.stdout.splitlines()[-1]))
 
@@ -267,8 +362,17 @@ def modules_after(python: Callable[..., subprocess.CompletedProcess[str]], state
         ["--help"],
         ["plan", "--help"],
         ["plan"],
-        ["plan", "recipes/deepseek7b_split.yaml", "actor_rollout_ref.model.path=recipes/shapes/deepseek-llm-7b-chat"],
-        ["plan", "actor_rollout_ref.model.path=recipes/shapes/deepseek-llm-7b-chat", "--gpu-memory", "20"],
+        [
+            "plan",
+            "recipes/deepseek7b_split.yaml",
+            "actor_rollout_ref.model.path=recipes/shapes/deepseek-llm-7b-chat",
+        ],
+        [
+            "plan",
+            "actor_rollout_ref.model.path=recipes/shapes/deepseek-llm-7b-chat",
+            "--gpu-memory",
+            "20",
+        ],
         ["plan", "actor_rollout_ref.model.path=no/such-model", "--json", "--inventory", "8,8,4"],
         ["plan", "trainer.n_gpus_per_node=3"],
         ["plan", "trainer.nodes=2"],
@@ -294,12 +398,18 @@ def modules_after(python: Callable[..., subprocess.CompletedProcess[str]], state
 def test_what_must_answer_at_once_imports_nothing_heavy(
     python: Callable[..., subprocess.CompletedProcess[str]], arguments: list[str]
 ) -> None:
-    modules = modules_after(python, f"from rolepool.cli import main\nassert main({arguments!r}) in (0, 2)")
+    modules = modules_after(
+        python, f"from rolepool.cli import main\nassert main({arguments!r}) in (0, 2)"
+    )
     assert modules.isdisjoint(HEAVY)
 
 
-def test_help_imports_no_pydantic_either(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    assert "pydantic" not in modules_after(python, "from rolepool.cli import main\nmain(['--help'])")
+def test_help_imports_no_pydantic_either(
+    python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    assert "pydantic" not in modules_after(
+        python, "from rolepool.cli import main\nmain(['--help'])"
+    )
 
 
 def test_the_package_and_its_placement_names_import_nothing_heavy(
@@ -321,6 +431,8 @@ def test_measuring_and_reporting_import_neither_what_trains_nor_what_plots(
     assert modules.isdisjoint({*HEAVY, "matplotlib"})
 
 
-def test_a_heavy_import_would_be_seen(python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+def test_a_heavy_import_would_be_seen(
+    python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     (tmp_path / "torch.py").write_text("", encoding="utf-8")
     assert "torch" in modules_after(python, f"sys.path.insert(0, {str(tmp_path)!r})\nimport torch")

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: what ends a run at once, what lets a step end first, and that a child is told and waited for."""
+"""Ctrl-C and SIGTERM: what ends a run at once, what lets a step end first, and that a child is told
+and waited for."""
 
 from __future__ import annotations
 
@@ -17,8 +18,12 @@ from rolepool.trainer.loop import SAME_SIGNAL_S, Interrupt
 from rolepool.trainer.supervisor import wait_for
 
 
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
-def test_before_the_first_step_one_signal_ends_the_run(number: signal.Signals, error: type[BaseException]) -> None:
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
+def test_before_the_first_step_one_signal_ends_the_run(
+    number: signal.Signals, error: type[BaseException]
+) -> None:
     interrupt = Interrupt()
     with pytest.raises(KeyboardInterrupt) as raised, interrupt.watch():
         signal.raise_signal(number)
@@ -59,7 +64,9 @@ def test_a_child_that_trains_is_told_of_ctrl_c_once_and_waited_for() -> None:
             time.sleep(0.5)  # longer than Python itself waits for a child; a second Ctrl-C would end it here
             print("saved")
         """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, process_group=0) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, process_group=0
+    ) as child:
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         assert wait_for(child.pid) == (0, signal.SIGINT)

@@ -29,7 +29,9 @@ def test_tensorboard_shows_the_rows_as_ordinary_scalars(tmp_path: Path) -> None:
     assert (events.Tags()["scalars"], events.Tags()["tensors"]) == (["critic/score/mean"], [])
     found = [(event.step, event.value) for event in events.Scalars("critic/score/mean")]
     assert found == [(1, 0.25), (2, 0.5)]
-    assert all(abs(event.wall_time - time.time()) < 60 for event in events.Scalars("critic/score/mean"))
+    assert all(
+        abs(event.wall_time - time.time()) < 60 for event in events.Scalars("critic/score/mean")
+    )
 
 
 def test_a_logger_that_fails_is_warned_of_once_and_left_out(
@@ -38,7 +40,9 @@ def test_a_logger_that_fails_is_warned_of_once_and_left_out(
     def log(step: int, metrics: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setitem(run_folder.MAKERS, "tensorboard", lambda config, folder: (log, lambda: None))
+    monkeypatch.setitem(
+        run_folder.MAKERS, "tensorboard", lambda config, folder: (log, lambda: None)
+    )
     monkeypatch.setattr(loading, "find_spec", lambda name: object())
     made = Loggers(load_config([], ["trainer.logger=[tensorboard]"]).config, tmp_path)
     with caplog.at_level(logging.WARNING):
@@ -54,7 +58,9 @@ def test_wandb_gets_a_table_of_samples(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("WANDB_MODE", "offline")
     made = Loggers(load_config([], ["trainer.logger=[wandb]"]).config, tmp_path)
     sample = {"prompt": "a", "response": "b", "score": 0.5, "data_source": "letters"}
-    made.log_samples(3, [{**sample, "ground_truth": "c", "acc": 1.0}, {**sample, "ground_truth": ["c", "d"]}])
+    made.log_samples(
+        3, [{**sample, "ground_truth": "c", "acc": 1.0}, {**sample, "ground_truth": ["c", "d"]}]
+    )
     made.close()
     (file,) = tmp_path.rglob("*.table.json")
     assert json.loads(file.read_text()) == {
@@ -63,7 +69,9 @@ def test_wandb_gets_a_table_of_samples(tmp_path: Path, monkeypatch: pytest.Monke
     }
 
 
-def test_a_logger_that_is_not_installed_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_that_is_not_installed_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
     (problem,) = load_config([], ["trainer.logger=[console,wandb]"]).why_not_trained()
     assert "trainer.logger: wandb is not installed; pip install 'rolepool[wandb]'" in problem
@@ -82,7 +90,9 @@ def test_a_sample_tells_a_busy_process_by_its_pool_and_forgets_one_that_is_gone(
     monitor = NodeMonitor("here", [Watched(busy.pid, "big", 3, None)], {"big": ["actor"]})
     deadline = time.monotonic() + 60
     used: list[float] = []
-    while not used or (used[-1] <= 5 and time.monotonic() < deadline):  # another program may use all cores for a while
+    while not used or (
+        used[-1] <= 5 and time.monotonic() < deadline
+    ):  # another program may use all cores for a while
         time.sleep(0.5)
         (row,) = monitor.sample()["processes"]
         used.append(row["cpu_percent"])
@@ -96,10 +106,15 @@ def test_a_sample_tells_a_busy_process_by_its_pool_and_forgets_one_that_is_gone(
 
 def test_a_pools_utilization_is_that_of_its_gpus_and_without_them_of_its_processes() -> None:
     def sample(percent: float) -> dict[str, object]:
-        processes = [{"pool": pool, "cpu_percent": 80.0, "memory_bytes": 2**30} for pool in ("big", "small")]
+        processes = [
+            {"pool": pool, "cpu_percent": 80.0, "memory_bytes": 2**30} for pool in ("big", "small")
+        ]
         gpu = {"pools": ["big"], "utilization": percent, "memory_bytes": 2**31}
         return {"gpus": [gpu], "processes": processes}
 
-    assert pool_utilization([sample(10), sample(30)]) == {"pool/big/utilization": 20, "pool/small/utilization": 80}
+    assert pool_utilization([sample(10), sample(30)]) == {
+        "pool/big/utilization": 20,
+        "pool/small/utilization": 80,
+    }
     assert pool_utilization([]) == {}
     assert pool_use(sample(10)) == {"big": (10, 2.0), "small": (80, 1.0)}

@@ -1,4 +1,5 @@
-"""The memory estimate: parameters against public figures, the formulas by hand, and what each setting does to them."""
+"""The memory estimate: parameters against public figures, the formulas by hand, and what each
+setting does to them."""
 
 from __future__ import annotations
 
@@ -83,17 +84,25 @@ TINY = ModelShape(
 
 def write_model(folder: Path, content: Any) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    (folder / "config.json").write_text(
+        content if isinstance(content, str) else json.dumps(content), encoding="utf-8"
+    )
     return str(folder)
 
 
 def estimate(overrides: str, gpu_memory: float | None = None) -> MemoryEstimate:
     config = load_config(overrides=["trainer.n_gpus_per_node=8", *overrides.split()]).config
-    return estimate_memory(config, build_plan(config), None if gpu_memory is None else int(gpu_memory * GIB))
+    return estimate_memory(
+        config, build_plan(config), None if gpu_memory is None else int(gpu_memory * GIB)
+    )
 
 
 def of_role(role: Role, overrides: str, gpu_memory: float | None = None) -> RoleMemory:
-    (found,) = [pool.roles[role] for pool in estimate(overrides, gpu_memory).pools.values() if role in pool.roles]
+    (found,) = [
+        pool.roles[role]
+        for pool in estimate(overrides, gpu_memory).pools.values()
+        if role in pool.roles
+    ]
     return found
 
 
@@ -116,8 +125,14 @@ def least_of(role: Role, overrides: str) -> RoleMemory:
     ],
     ids=["qwen2.5-0.5b", "deepseek-llm-7b", "qwen2.5-1.5b", "llama-2-7b", "mixtral-8x7b"],
 )
-def test_parameters_are_counted_as_published(tmp_path: Path, model: str | dict[str, Any], num_params: int) -> None:
-    folder = str(ROOT / "recipes" / "shapes" / model) if isinstance(model, str) else write_model(tmp_path, model)
+def test_parameters_are_counted_as_published(
+    tmp_path: Path, model: str | dict[str, Any], num_params: int
+) -> None:
+    folder = (
+        str(ROOT / "recipes" / "shapes" / model)
+        if isinstance(model, str)
+        else write_model(tmp_path, model)
+    )
     assert read_shape(folder).num_params == num_params
 
 
@@ -132,11 +147,15 @@ def test_a_tiny_model_is_counted_by_hand() -> None:
 def test_all_experts_are_kept_and_only_the_active_ones_compute(tmp_path: Path) -> None:
     sparse = read_shape(write_model(tmp_path / "moe", MIXTRAL_8X7B))
     dense = read_shape(
-        write_model(tmp_path / "dense", {**MIXTRAL_8X7B, "num_local_experts": 1, "num_experts_per_tok": 1})
+        write_model(
+            tmp_path / "dense", {**MIXTRAL_8X7B, "num_local_experts": 1, "num_experts_per_tok": 1}
+        )
     )
     assert (sparse.num_experts, sparse.num_active_experts) == (8, 2)
     assert sparse.layer_params - dense.layer_params == 7 * 3 * 4096 * 14336 + 8 * 4096
-    one, two = (HeldModel(shape, 1, 1, packed=True).layer_activation_bytes for shape in (dense, sparse))
+    one, two = (
+        HeldModel(shape, 1, 1, packed=True).layer_activation_bytes for shape in (dense, sparse)
+    )
     assert two - one == 2 * 3 * 14336
 
 
@@ -179,7 +198,9 @@ def scoring(num_logit_tokens: int, num_shards: int) -> RoleMemory:
 def test_a_trained_role_is_weights_gradients_and_two_optimizer_states_in_32_bits() -> None:
     memory = trained(num_tokens=1000)
     assert HeldModel(TINY, 1704, num_shards=4).gathered_bytes == GATHERED
-    packed, padded = (HeldModel(TINY, 1704, 4, packed=packed).layer_activation_bytes for packed in (True, False))
+    packed, padded = (
+        HeldModel(TINY, 1704, 4, packed=packed).layer_activation_bytes for packed in (True, False)
+    )
     assert packed == 2 * (4 * 8 + 2 * 8 + 2 * 4 + 3 * 16) == 208
     assert padded == 2 * (8 * 8 + 2 * 8 + 2 * 4 + 4 * 16)
     inputs, last_norm, gradients_of_layer = 2 * 2 * 8, (4 + 2 + 2) * 8, 2 * (2 * 8 + 16)
@@ -201,11 +222,15 @@ def test_an_update_takes_what_its_worst_moment_does() -> None:
     few_tokens = trained(num_tokens=1, num_logit_tokens=0, num_shards=1)
     of_embedding = 4 * (1704 - 2 * 592)
     assert (few_tokens.weights, few_tokens.activations) == (4 * 1704, 0)
-    assert few_tokens.gradients == 4 * 1704 + 2 * of_embedding, "one on its way to the sum, one for all passes"
+    assert few_tokens.gradients == 4 * 1704 + 2 * of_embedding, (
+        "one on its way to the sum, one for all passes"
+    )
 
 
 def test_what_is_whole_on_one_gpu_is_copied_and_not_gathered() -> None:
-    kept, recomputed = (trained(num_tokens=1000, num_shards=1, recomputes=again) for again in (False, True))
+    kept, recomputed = (
+        trained(num_tokens=1000, num_shards=1, recomputes=again) for again in (False, True)
+    )
     assert (kept.weights, recomputed.weights) == ((4 + 2) * 1704, 4 * 1704 + GATHERED)
     frozen = scoring(num_logit_tokens=0, num_shards=1)
     assert frozen.weights == frozen.idle == 2 * 1704
@@ -213,17 +238,26 @@ def test_what_is_whole_on_one_gpu_is_copied_and_not_gathered() -> None:
 
 def test_gradients_of_earlier_passes_count_where_there_are_several() -> None:
     assert trained(num_tokens=1000, accumulates=True).gradients == 1704
-    assert trained(num_tokens=1000, accumulates=False, recomputes=False).gradients == 0, "not yet there at the peak"
+    assert trained(num_tokens=1000, accumulates=False, recomputes=False).gradients == 0, (
+        "not yet there at the peak"
+    )
     first_layer = trained(num_tokens=40, accumulates=False, num_shards=1, num_logit_tokens=0)
-    assert first_layer.gradients == 4 * 2 * 592, "of all layers, when the backward pass has come to the first"
+    assert first_layer.gradients == 4 * 2 * 592, (
+        "of all layers, when the backward pass has come to the first"
+    )
     assert first_layer.activations == 40 * (208 + 64)
 
 
 def test_a_mini_batch_that_one_pass_holds_is_not_accumulated() -> None:
     keys = "actor_rollout_ref.actor.use_dynamic_bsz=true actor_rollout_ref.actor.ppo_mini_batch_size=64"
     limit = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    without = "actor_rollout_ref.model.enable_gradient_checkpointing=false trainer.n_gpus_per_node=1"
-    one, more, two = (of_role(Role.Actor, f"{QWEN} {keys} {without} {limit}={rows * 1024}") for rows in (64, 128, 32))
+    without = (
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false trainer.n_gpus_per_node=1"
+    )
+    one, more, two = (
+        of_role(Role.Actor, f"{QWEN} {keys} {without} {limit}={rows * 1024}")
+        for rows in (64, 128, 32)
+    )
     assert one == more, "there are no more tokens than the mini-batch's"
     assert (one.gradients, two.gradients) == (0, 4 * 494_032_768)
     assert one.activations == 2 * two.activations
@@ -231,18 +265,25 @@ def test_a_mini_batch_that_one_pass_holds_is_not_accumulated() -> None:
 
 def test_a_scoring_role_is_16_bit_weights_and_one_forward_pass() -> None:
     memory = scoring(num_logit_tokens=0, num_shards=2)
-    assert memory == RoleMemory(weights=1704 + GATHERED, activations=10 * 2 * (2 * 8 + 3 * 16), idle=1704)
+    assert memory == RoleMemory(
+        weights=1704 + GATHERED, activations=10 * 2 * (2 * 8 + 3 * 16), idle=1704
+    )
     with_logits = scoring(num_logit_tokens=20, num_shards=2)
-    assert (with_logits.activations, with_logits.logits) == (2 * (10 + 20) * 8, 2 * 20 * 32), "after the layers"
+    assert (with_logits.activations, with_logits.logits) == (2 * (10 + 20) * 8, 2 * 20 * 32), (
+        "after the layers"
+    )
 
 
 def generating(num_sequences: int, cache_bytes: int | None, num_ranks: int) -> RoleMemory:
-    """A rollout of the tiny model with prompts of 2 tokens and responses of 8, which has these bytes for its cache."""
+    """A rollout of the tiny model with prompts of 2 tokens and responses of 8, which has these
+    bytes for its cache."""
     keys = {"data.max_prompt_length": 2, "data.max_response_length": 8}
     keys["actor_rollout_ref.rollout.tensor_model_parallel_size"] = num_ranks
     config = load_config(overrides=[f"{key}={value}" for key, value in keys.items()]).config
     weights = 2 * (520 + 1184 // num_ranks)
-    room = None if cache_bytes is None else weights + 2 * cache_bytes  # gpu_memory_utilization is 0.5
+    room = (
+        None if cache_bytes is None else weights + 2 * cache_bytes
+    )  # gpu_memory_utilization is 0.5
     return generation_memory(config, TINY, num_sequences, None if room is None else GIB, room)
 
 
@@ -251,19 +292,28 @@ def test_a_rollout_is_16_bit_weights_and_the_cache_of_all_its_sequences() -> Non
     logits = 3 * 32 * 2
     prefill = 6 * 2 * (2 * 8 + (2 * 8 + 2 * 4 + 4 * 16) // 2)
     assert generating(num_sequences=3, cache_bytes=None, num_ranks=2) == RoleMemory(
-        weights=weights, kv_cache=3 * 10 * 32, activations=prefill, logits=logits, idle=weights + logits
+        weights=weights,
+        kv_cache=3 * 10 * 32,
+        activations=prefill,
+        logits=logits,
+        idle=weights + logits,
     )
 
 
 @pytest.mark.parametrize(("room", "cache"), [(1000, 1000), (10_000, 10 * 10 * 32), (0, 10 * 32)])
-def test_the_cache_uses_the_room_that_it_has_and_holds_at_least_one_sequence(room: int, cache: int) -> None:
+def test_the_cache_uses_the_room_that_it_has_and_holds_at_least_one_sequence(
+    room: int, cache: int
+) -> None:
     assert generating(num_sequences=10, cache_bytes=room, num_ranks=1).kv_cache == cache
 
 
 def test_a_pools_peak_is_one_role_that_computes_while_the_others_are_idle() -> None:
     actor, critic = RoleMemory(weights=100, gradients=50, idle=30), RoleMemory(weights=80, idle=60)
     peaks = peak_by_role({Role.Actor: actor, Role.Critic: critic})
-    assert peaks == {Role.Actor: 150 + 60 + PROCESS_OVERHEAD_BYTES, Role.Critic: 80 + 30 + PROCESS_OVERHEAD_BYTES}
+    assert peaks == {
+        Role.Actor: 150 + 60 + PROCESS_OVERHEAD_BYTES,
+        Role.Critic: 80 + 30 + PROCESS_OVERHEAD_BYTES,
+    }
 
 
 @pytest.mark.parametrize(("limit", "excess"), [(None, 0), (81, 0), (80, 0), (79, 1)])
@@ -276,7 +326,10 @@ def test_a_pool_does_not_fit_if_its_peak_is_over_the_limit(limit: int | None, ex
 
 
 def test_more_shards_hold_less_each() -> None:
-    eight, four = least_of(Role.Actor, DEEPSEEK), least_of(Role.Actor, f"{DEEPSEEK} trainer.n_gpus_per_node=4")
+    eight, four = (
+        least_of(Role.Actor, DEEPSEEK),
+        least_of(Role.Actor, f"{DEEPSEEK} trainer.n_gpus_per_node=4"),
+    )
     assert four.optimizer == 2 * eight.optimizer == 2 * 4 * 6_910_365_696 // 4
     assert four.gradients == 2 * eight.gradients
     assert four.activations == eight.activations
@@ -294,14 +347,25 @@ def test_a_sharding_group_smaller_than_the_pool_holds_more() -> None:
     ("overrides", "num_states"),
     [
         ("trainer.n_gpus_per_node=4", 2),
-        ("trainer.nnodes=2 trainer.n_gpus_per_node=2", 2),  # a half of its own and a half of the other node, twice
-        ("trainer.nnodes=4 trainer.n_gpus_per_node=1", 1.5),  # two quarters twice, and the rest to load it
-        ("trainer.nnodes=2 trainer.n_gpus_per_node=2 actor_rollout_ref.actor.fsdp_config.fsdp_size=2", 2),
+        (
+            "trainer.nnodes=2 trainer.n_gpus_per_node=2",
+            2,
+        ),  # a half of its own and a half of the other node, twice
+        (
+            "trainer.nnodes=4 trainer.n_gpus_per_node=1",
+            1.5,
+        ),  # two quarters twice, and the rest to load it
+        (
+            "trainer.nnodes=2 trainer.n_gpus_per_node=2 actor_rollout_ref.actor.fsdp_config.fsdp_size=2",
+            2,
+        ),
         ("trainer.n_gpus_per_node=4 trainer.snapshot_freq=-1", 0),
     ],
     ids=["one node", "two nodes", "four nodes", "replicas", "none are taken"],
 )
-def test_a_node_keeps_two_snapshots_of_its_shards_and_of_its_neighbours(overrides: str, num_states: float) -> None:
+def test_a_node_keeps_two_snapshots_of_its_shards_and_of_its_neighbours(
+    overrides: str, num_states: float
+) -> None:
     keys = f"{QWEN} trainer.device=cpu algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2 {overrides}"
     config = load_config(overrides=keys.split()).config
     assert snapshot_bytes(config, build_plan(config)) == num_states * 12 * 494_032_768
@@ -316,12 +380,17 @@ def test_a_role_is_sharded_over_its_own_pool() -> None:
 
 @pytest.mark.parametrize(
     ("role", "section"),
-    [(Role.Actor, "actor_rollout_ref.actor.fsdp_config"), (Role.Critic, "critic.model.fsdp_config")],
+    [
+        (Role.Actor, "actor_rollout_ref.actor.fsdp_config"),
+        (Role.Critic, "critic.model.fsdp_config"),
+    ],
 )
 def test_offload_empties_the_gpu_while_the_role_is_idle(role: Role, section: str) -> None:
     before = of_role(role, DEEPSEEK)
     without_optimizer = of_role(role, f"{DEEPSEEK} {section}.optimizer_offload=true")
-    without_both = of_role(role, f"{DEEPSEEK} {section}.optimizer_offload=true {section}.param_offload=true")
+    without_both = of_role(
+        role, f"{DEEPSEEK} {section}.optimizer_offload=true {section}.param_offload=true"
+    )
     assert without_optimizer.idle == before.idle - before.optimizer
     assert without_both.idle == 0
     assert before.working == without_optimizer.working == without_both.working
@@ -330,15 +399,27 @@ def test_offload_empties_the_gpu_while_the_role_is_idle(role: Role, section: str
 def test_an_offloaded_reference_takes_nothing_while_it_is_idle() -> None:
     with_reference = f"{DEEPSEEK} actor_rollout_ref.actor.use_kl_loss=true"
     assert of_role(Role.RefPolicy, with_reference).idle == 2 * 6_910_365_696 // 8
-    assert of_role(Role.RefPolicy, f"{with_reference} actor_rollout_ref.ref.fsdp_config.param_offload=true").idle == 0
+    assert (
+        of_role(
+            Role.RefPolicy, f"{with_reference} actor_rollout_ref.ref.fsdp_config.param_offload=true"
+        ).idle
+        == 0
+    )
 
 
 def test_checkpointing_keeps_every_layers_input_instead_of_its_activations() -> None:
-    kept, recomputed = (trained(num_tokens=1000, num_logit_tokens=1000, recomputes=again) for again in (False, True))
+    kept, recomputed = (
+        trained(num_tokens=1000, num_logit_tokens=1000, recomputes=again) for again in (False, True)
+    )
     assert kept.activations == 1000 * (2 * 208 + 64)
-    assert recomputed.activations == 1000 * (2 * 2 * 8 + 64 + 208 + 2 * (2 * 8 + 16)), "one layer is recomputed"
+    assert recomputed.activations == 1000 * (2 * 2 * 8 + 64 + 208 + 2 * (2 * 8 + 16)), (
+        "one layer is recomputed"
+    )
     key = "actor_rollout_ref.model.enable_gradient_checkpointing"
-    assert least_of(Role.Actor, f"{DEEPSEEK} {key}=false").activations > 5 * least_of(Role.Actor, DEEPSEEK).activations
+    assert (
+        least_of(Role.Actor, f"{DEEPSEEK} {key}=false").activations
+        > 5 * least_of(Role.Actor, DEEPSEEK).activations
+    )
 
 
 def test_activations_and_logits_grow_with_the_micro_batch_and_logits_only_up_to_a_bound() -> None:
@@ -347,7 +428,10 @@ def test_activations_and_logits_grow_with_the_micro_batch_and_logits_only_up_to_
     of_head, of_token = 102400 * 4096, 102400 * 2 + 4096 * (2 + 2)
     assert four.activations == 4 * one.activations
     assert least_of(Role.Actor, DEEPSEEK) == one
-    assert (one.logits, four.logits) == (512 * of_token + 4 * of_head, 4 * 512 * of_token + 4 * of_head)
+    assert (one.logits, four.logits) == (
+        512 * of_token + 4 * of_head,
+        4 * 512 * of_token + 4 * of_head,
+    )
     assert eight.logits == 2 * LOGITS_AT_ONCE + 4 * of_head + 8 * 512 * 4096 * (2 + 2)
 
 
@@ -364,7 +448,10 @@ def test_a_critic_has_no_logits() -> None:
 
 def test_tensor_parallelism_cuts_the_rollouts_weights() -> None:
     key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-    one, four = of_role(Role.Rollout, f"{DEEPSEEK} {key}=1"), of_role(Role.Rollout, f"{DEEPSEEK} {key}=4")
+    one, four = (
+        of_role(Role.Rollout, f"{DEEPSEEK} {key}=1"),
+        of_role(Role.Rollout, f"{DEEPSEEK} {key}=4"),
+    )
     layers = 6_910_365_696 - 2 * 102_400 * 4096 - 4096
     assert (one.weights, four.weights) == (2 * 6_910_365_696, 2 * (6_910_365_696 - layers * 3 // 4))
     assert four.kv_cache == one.kv_cache, "four ranks share four times the sequences"
@@ -380,7 +467,11 @@ def test_utilization_caps_the_rollout_in_its_pools_share_of_the_gpu() -> None:
         for part in ("param", "optimizer")
     )
     capped = of_role(Role.Rollout, f"{DEEPSEEK} {tensor_parallel} {key}=0.2 {away}", gpu_memory=80)
-    assert capped.weights + capped.kv_cache == int(80 * GIB * 0.2) < uncapped.weights + uncapped.kv_cache
+    assert (
+        capped.weights + capped.kv_cache
+        == int(80 * GIB * 0.2)
+        < uncapped.weights + uncapped.kv_cache
+    )
     shared = f"{DEEPSEEK} {tensor_parallel} {key}=0.2 {away} placement.strategy=split placement.split.share=0.5"
     halved = of_role(Role.Rollout, shared, gpu_memory=80)
     assert halved.weights + halved.kv_cache == int(40 * GIB * 0.2)
@@ -391,12 +482,17 @@ def test_the_cache_also_leaves_room_in_what_the_idle_roles_leave_free() -> None:
     (pool,) = estimate(keys, gpu_memory=80).pools.values()
     others = sum(memory.idle for role, memory in pool.roles.items() if role != Role.Rollout)
     rollout = pool.roles[Role.Rollout]
-    assert rollout.kv_cache == int(0.5 * (80 * GIB - PROCESS_OVERHEAD_BYTES - others - rollout.weights))
+    assert rollout.kv_cache == int(
+        0.5 * (80 * GIB - PROCESS_OVERHEAD_BYTES - others - rollout.weights)
+    )
 
 
 def test_a_cache_that_is_not_freed_stays_while_others_work() -> None:
     key = "actor_rollout_ref.rollout.free_cache_engine"
-    freed, kept = of_role(Role.Rollout, f"{QWEN} {key}=true"), of_role(Role.Rollout, f"{QWEN} {key}=false")
+    freed, kept = (
+        of_role(Role.Rollout, f"{QWEN} {key}=true"),
+        of_role(Role.Rollout, f"{QWEN} {key}=false"),
+    )
     assert kept.idle - freed.idle == kept.kv_cache > 0
 
 
@@ -436,7 +532,12 @@ GPUS = (11, 16.5, 17, 17.1, 17.2, 17.3, 18, 24, 40, 140)
 def test_an_open_micro_batch_is_as_large_as_fits_and_the_pool_stays_within_its_gpu() -> None:
     estimates = [estimate(LONG, gpu_memory) for gpu_memory in GPUS]
     sizes = [one.micro_batches["update_actor"].tokens for one in estimates]
-    assert sizes == sorted(sizes) and sizes[0] == 1024 and sizes[-1] == MOST_TOKENS and len(set(sizes)) > 3
+    assert (
+        sizes == sorted(sizes)
+        and sizes[0] == 1024
+        and sizes[-1] == MOST_TOKENS
+        and len(set(sizes)) > 3
+    )
     for one, gpu_memory in zip(estimates, GPUS, strict=True):
         (pool,) = one.pools.values()
         assert pool.least <= pool.peak <= max(pool.least, gpu_memory * GIB)
@@ -466,7 +567,9 @@ def test_a_chosen_micro_batch_leaves_a_part_of_the_room_free() -> None:
 
 def test_a_size_that_the_user_wrote_is_never_changed() -> None:
     actor = "actor_rollout_ref.actor"
-    rows = estimate(f"{LONG} {actor}.ppo_micro_batch_size_per_gpu=32", 11).micro_batches["update_actor"]
+    rows = estimate(f"{LONG} {actor}.ppo_micro_batch_size_per_gpu=32", 11).micro_batches[
+        "update_actor"
+    ]
     assert (rows.rows, rows.is_chosen) == (32, False)
     keys = f"{actor}.use_dynamic_bsz=true {actor}.ppo_max_token_len_per_gpu=30000"
     tokens = estimate(f"{LONG} {keys}", 11).micro_batches["update_actor"]
@@ -480,15 +583,24 @@ def test_a_row_that_is_longer_than_a_micro_batch_is_one_of_its_own() -> None:
 
 
 def test_an_unknown_model_has_the_sizes_that_its_keys_set() -> None:
-    chosen = estimate("actor_rollout_ref.model.path=no/such-model critic.use_dynamic_bsz=true", 80).micro_batches
-    assert chosen["update_actor"].tokens == MOST_TOKENS and chosen["update_actor"].recomputes is True
+    chosen = estimate(
+        "actor_rollout_ref.model.path=no/such-model critic.use_dynamic_bsz=true", 80
+    ).micro_batches
+    assert (
+        chosen["update_actor"].tokens == MOST_TOKENS and chosen["update_actor"].recomputes is True
+    )
     assert chosen["values"].tokens == 32_768
 
 
-def test_the_plan_shows_what_is_chosen_and_the_least_that_would_do(rolepool: Callable[..., Any]) -> None:
+def test_the_plan_shows_what_is_chosen_and_the_least_that_would_do(
+    rolepool: Callable[..., Any],
+) -> None:
     words = LONG.split()
     shown = unwrapped(rolepool("plan", *words, "--gpu-memory", "140").out)
-    assert "micro-batches: update_actor, update_critic: up to 16,384 tokens (chosen), activations kept" in shown
+    assert (
+        "micro-batches: update_actor, update_critic: up to 16,384 tokens (chosen), activations kept"
+        in shown
+    )
     memory = json.loads(rolepool("plan", *words, "--gpu-memory", "140", "--json").out)["memory"]
     pool = memory["pools"]["global_pool"]
     fits = rf"{pool['peak_bytes'] / GIB:.1f} of 140.0 GiB, fits\s+\(least {pool['least_bytes'] / GIB:.1f}\)"
@@ -500,7 +612,8 @@ def test_the_plan_shows_what_is_chosen_and_the_least_that_would_do(rolepool: Cal
         "recomputes": False,
     }
     assert (
-        "the GPU's memory is not known" in rolepool("plan", *words).out or "GiB, fits" in rolepool("plan", *words).out
+        "the GPU's memory is not known" in rolepool("plan", *words).out
+        or "GiB, fits" in rolepool("plan", *words).out
     )
 
 
@@ -510,9 +623,18 @@ def test_the_plan_shows_what_is_chosen_and_the_least_that_would_do(rolepool: Cal
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "gemma2"}, "cannot run model_type gemma2; it runs llama, mistral, qwen2, qwen3"),
-        ({"rope_scaling": {"type": "dynamic"}}, "cannot run rotary embeddings of type dynamic; it runs default, "),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "cannot run rotary embeddings of type longrope"),
+        (
+            {"model_type": "gemma2"},
+            "cannot run model_type gemma2; it runs llama, mistral, qwen2, qwen3",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic"}},
+            "cannot run rotary embeddings of type dynamic; it runs default, ",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "cannot run rotary embeddings of type longrope",
+        ),
     ],
 )
 def test_a_model_that_the_native_engine_cannot_run_is_refused_by_the_plan(
@@ -523,11 +645,15 @@ def test_a_model_that_the_native_engine_cannot_run_is_refused_by_the_plan(
     outcome = rolepool("plan", f"actor_rollout_ref.model.path={folder}", padded)
     assert outcome.code == 2
     (line,) = (line for line in outcome.err.splitlines() if not line.startswith("warning: "))
-    assert line.startswith(f"error: actor_rollout_ref.model.path={folder}: the native rollout engine {reason}")
+    assert line.startswith(
+        f"error: actor_rollout_ref.model.path={folder}: the native rollout engine {reason}"
+    )
     assert line.endswith("; set actor_rollout_ref.rollout.name=transformers")
 
 
-def test_heads_that_tensor_parallelism_does_not_divide_are_refused_by_the_plan(rolepool: Callable[..., Any]) -> None:
+def test_heads_that_tensor_parallelism_does_not_divide_are_refused_by_the_plan(
+    rolepool: Callable[..., Any],
+) -> None:
     outcome = rolepool("plan", QWEN, "actor_rollout_ref.rollout.tensor_model_parallel_size=4")
     assert outcome.code == 2
     assert "tensor_model_parallel_size=4: cannot split the model's 14 heads" in outcome.err
@@ -546,7 +672,9 @@ def test_a_model_is_found_by_its_hub_id_in_the_local_cache(
     os.utime(f"{old}/config.json", (0, 0))
     write_model(snapshots / "a_name", LLAMA_2_7B)
     assert read_shape("meta-llama/Llama-2-7b-hf").num_params == 6_738_415_616
-    outcome = rolepool("plan", "actor_rollout_ref.model.path=meta-llama/Llama-2-7b-hf", "--gpu-memory", "80")
+    outcome = rolepool(
+        "plan", "actor_rollout_ref.model.path=meta-llama/Llama-2-7b-hf", "--gpu-memory", "80"
+    )
     assert outcome.code == 0
     assert "memory unknown" not in outcome.out
 
@@ -562,8 +690,14 @@ def test_a_model_is_found_by_its_hub_id_in_the_local_cache(
         ({**LLAMA_2_7B, "hidden_size": -4096}, "hidden_size=-4096 must be an integer over 0"),
         ({**LLAMA_2_7B, "hidden_size": 10**400}, "must be an integer over 0"),
         ({**LLAMA_2_7B, "hidden_size": float("inf")}, "hidden_size=inf must be an integer over 0"),
-        ({**LLAMA_2_7B, "num_attention_heads": 0}, "num_attention_heads=None must be an integer over 0"),
-        ({**LLAMA_2_7B, "num_hidden_layers": True}, "num_hidden_layers=True must be an integer over 0"),
+        (
+            {**LLAMA_2_7B, "num_attention_heads": 0},
+            "num_attention_heads=None must be an integer over 0",
+        ),
+        (
+            {**LLAMA_2_7B, "num_hidden_layers": True},
+            "num_hidden_layers=True must be an integer over 0",
+        ),
     ],
 )
 def test_a_config_that_describes_no_decoder_is_unknown_with_the_reason(
@@ -573,15 +707,23 @@ def test_a_config_that_describes_no_decoder_is_unknown_with_the_reason(
         read_shape(write_model(tmp_path, content))
 
 
-@pytest.mark.parametrize("path", ["no/such-model", "/", "~nobody/model", "a" * 5000, "a\0b", "", "../..", "**"])
-def test_a_model_that_is_not_on_disk_is_unknown_and_the_plan_is_fine(rolepool: Callable[..., Any], path: str) -> None:
-    outcome = rolepool("plan", f"actor_rollout_ref.model.path={path}", "--gpu-memory", "80", "--strict")
+@pytest.mark.parametrize(
+    "path", ["no/such-model", "/", "~nobody/model", "a" * 5000, "a\0b", "", "../..", "**"]
+)
+def test_a_model_that_is_not_on_disk_is_unknown_and_the_plan_is_fine(
+    rolepool: Callable[..., Any], path: str
+) -> None:
+    outcome = rolepool(
+        "plan", f"actor_rollout_ref.model.path={path}", "--gpu-memory", "80", "--strict"
+    )
     assert outcome.code == 0
     assert re.search(r"^A +global_pool .* memory unknown$", outcome.out, flags=re.MULTILINE)
     assert "memory unknown: actor, rollout, critic: " in outcome.out
 
 
-def test_a_pool_with_one_unknown_model_is_unknown_and_the_others_are_not(rolepool: Callable[..., Any]) -> None:
+def test_a_pool_with_one_unknown_model_is_unknown_and_the_others_are_not(
+    rolepool: Callable[..., Any],
+) -> None:
     split = (
         "trainer.n_gpus_per_node=8",
         "placement.strategy=split",
@@ -603,7 +745,8 @@ def test_what_does_not_fit_is_a_warning(rolepool: Callable[..., Any]) -> None:
     assert outcome.err == ""
     assert "GiB, does not fit" in outcome.out
     assert re.search(
-        r"warning: global_pool does not fit by \d+\.\d GiB while \w+ computes \(an estimate; ", unwrapped(outcome.out)
+        r"warning: global_pool does not fit by \d+\.\d GiB while \w+ computes \(an estimate; ",
+        unwrapped(outcome.out),
     )
 
 
@@ -659,10 +802,14 @@ def test_every_piece_of_advice_applied_gives_what_it_says(
         assert excess(after) == item["excess_bytes"] < excess(before)
         left = excess(after) / GIB
         assert effect == (f"still {left:.1f} GiB too much" if left else "fits")
-        assert (rolepool("plan", *arguments, *override.split(), "--strict").code == 0) == (effect == "fits")
+        assert (rolepool("plan", *arguments, *override.split(), "--strict").code == 0) == (
+            effect == "fits"
+        )
 
 
-def test_advice_never_hides_what_does_not_fit_behind_an_unknown_model(rolepool: Callable[..., Any]) -> None:
+def test_advice_never_hides_what_does_not_fit_behind_an_unknown_model(
+    rolepool: Callable[..., Any],
+) -> None:
     split = (
         "trainer.n_gpus_per_node=8",
         "placement.strategy=split",
@@ -673,11 +820,19 @@ def test_advice_never_hides_what_does_not_fit_behind_an_unknown_model(rolepool: 
     )
     outcome = rolepool("plan", DEEPSEEK, *split)
     assert excess(outcome) > 0
-    assert not [item for item in json.loads(outcome.out)["advice"] if "standard" in item["override"]]
+    assert not [
+        item for item in json.loads(outcome.out)["advice"] if "standard" in item["override"]
+    ]
 
 
 def test_where_nothing_helps_the_plan_says_so(rolepool: Callable[..., Any]) -> None:
-    alone = ("trainer.n_gpus_per_node=1", "placement.strategy=split", "placement.split.share=0.5", "--gpu-memory", "20")
+    alone = (
+        "trainer.n_gpus_per_node=1",
+        "placement.strategy=split",
+        "placement.split.share=0.5",
+        "--gpu-memory",
+        "20",
+    )
     outcome = rolepool("plan", DEEPSEEK, *alone)
     assert outcome.code == 0
     assert "  no change that was tried helps; use more GPUs or a smaller model" in outcome.out

@@ -1,4 +1,5 @@
-"""What each metric of a step and of a validation means: a table of definitions, each computed here in float64."""
+"""What each metric of a step and of a validation means: a table of definitions, each computed here
+in float64."""
 
 from __future__ import annotations
 
@@ -34,7 +35,14 @@ VALUES = [[0.5, 1.5, -1.0], [2.0], [], [0.0, 1.0]]
 ENTROPY_SUMS = [1.5, 0.25, 0.0, 3.0]
 LEVELS = [{"level": 3.0}, {}, {"level": 1.0}, {"level": 2.0}]
 TOKENS = sum(PROMPTS) + sum(RESPONSES)
-SECONDS = {"gen": 2.0, "values": 0.5, "ref": 0.25, "old_log_prob": 1.0, "update_critic": 4.0, "update_actor": 3.0}
+SECONDS = {
+    "gen": 2.0,
+    "values": 0.5,
+    "ref": 0.25,
+    "old_log_prob": 1.0,
+    "update_critic": 4.0,
+    "update_actor": 3.0,
+}
 STEP_S, ADV_S = 8.0, 0.125
 
 
@@ -43,11 +51,18 @@ def flat(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    return {f"{name}/mean": sum(values) / len(values), f"{name}/max": max(values), f"{name}/min": min(values)}
+    return {
+        f"{name}/mean": sum(values) / len(values),
+        f"{name}/max": max(values),
+        f"{name}/min": min(values),
+    }
 
 
 def lengths(name: str, values: Sequence[int], limit: int) -> dict[str, float]:
-    return {**spread(name, values), f"{name}/clip_ratio": sum(value >= limit for value in values) / len(values)}
+    return {
+        **spread(name, values),
+        f"{name}/clip_ratio": sum(value >= limit for value in values) / len(values),
+    }
 
 
 class Future:
@@ -59,7 +74,11 @@ class Future:
         self.batch = batch
 
     def get(self, keys: Any = None) -> DataProto:
-        return self.batch if keys is None else self.batch.select([key for key in keys if key in self.batch.batch])
+        return (
+            self.batch
+            if keys is None
+            else self.batch.select([key for key in keys if key in self.batch.batch])
+        )
 
 
 def config_with(folder: Path, *words: str) -> Any:
@@ -80,22 +99,38 @@ def row_of(folder: Path, *words: str) -> tuple[dict[str, float], dict[str, torch
         non_tensors={NUMBERS: np.fromiter(LEVELS, object), PRED: np.fromiter("abcd", object)},
     )
     futures: list[Any] = [
-        Future(DataProto.from_dict({"num_prompt_tokens": torch.tensor(PROMPTS), "num_response_tokens": sizes})),
+        Future(
+            DataProto.from_dict(
+                {"num_prompt_tokens": torch.tensor(PROMPTS), "num_response_tokens": sizes}
+            )
+        ),
         Future(scored),
         Future(DataProto.from_dict({"values": unpad(padded, sizes)})),
     ]
     uids = DataProto.from_dict(non_tensors={"uid": np.arange(4)})
-    estimated = Estimator(config_with(folder, *words)).estimate(uids, *futures[:2], None, futures[2])
+    estimated = Estimator(config_with(folder, *words)).estimate(
+        uids, *futures[:2], None, futures[2]
+    )
     estimated = replace(estimated, span=Span("driver", "trainer", 0, "adv", 0.0, 0.0, ADV_S))
     old: Any = Future(DataProto.from_dict({"entropy_sums": torch.tensor(ENTROPY_SUMS)}))
     recorded = [Recorded(1, "adv", estimated.span)]
     for call, (name, seconds) in enumerate(SECONDS.items()):
         for rank in (0, 1):  # the second rank takes half as long, and has less memory
             span = Span("all", "actor", rank, name, 0.0, 0.0, seconds / (1 + rank), call=call)
-            recorded.append(Recorded(1, name, span._replace(peak_memory_bytes=2**31, reserved_memory_bytes=3 * 2**30)))
-    pools = {name: {"per_node": [2], "share": 0.5} for name in ("one", "two")}  # both on the same two GPUs
+            recorded.append(
+                Recorded(
+                    1, name, span._replace(peak_memory_bytes=2**31, reserved_memory_bytes=3 * 2**30)
+                )
+            )
+    pools = {
+        name: {"per_node": [2], "share": 0.5} for name in ("one", "two")
+    }  # both on the same two GPUs
     plan = place(ResourcePoolManager(pools, {Role.Actor: "one", Role.Critic: "two"}), [2])
-    after = [Recorded(2, "gen", Span("all", "actor", 0, "gen", STEP_S, STEP_S, STEP_S, call=len(SECONDS)))]
+    after = [
+        Recorded(
+            2, "gen", Span("all", "actor", 0, "gen", STEP_S, STEP_S, STEP_S, call=len(SECONDS))
+        )
+    ]
     row = step_row(StepCalls(1, {}, estimated, old), recorded, [], after, plan)
     return row, estimated.tensors
 
@@ -104,39 +139,58 @@ def definitions(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, float]]
     """Every metric of a step, by its definition."""
     made = [row for row, length in enumerate(RESPONSES) if length]
     kept = {
-        name: flat([tensors[name][row, :length].tolist() for row, length in enumerate(RESPONSES)]) for name in tensors
+        name: flat([tensors[name][row, :length].tolist() for row, length in enumerate(RESPONSES)])
+        for name in tensors
     }
     returns, values = np.array(kept["returns"]), np.array(flat(VALUES))
     unexplained = np.var(returns - values, ddof=1) / (np.var(returns, ddof=1) + 1e-5)
     per_token = {name: SECONDS[name] for name in ("values", "ref", "update_critic", "update_actor")}
     return {
-        "scores of the responses that are not aborted": spread("critic/score", [SCORES[row] for row in made]),
+        "scores of the responses that are not aborted": spread(
+            "critic/score", [SCORES[row] for row in made]
+        ),
         "sums of their token-level rewards": spread(
             "critic/rewards", [float(tensors["token_level_rewards"][row].sum()) for row in made]
         ),
         "advantages of all response tokens": spread("critic/advantages", kept["advantages"]),
         "returns of all response tokens": spread("critic/returns", kept["returns"]),
         "values of all response tokens": spread("critic/values", kept["values"]),
-        "1 - var(returns - values) / (var(returns) + 1e-5), unbiased": {"critic/vf_explained_var": 1 - unexplained},
-        "entropies of response tokens, aggregated like the loss": {"actor/entropy": sum(ENTROPY_SUMS) / sum(RESPONSES)},
+        "1 - var(returns - values) / (var(returns) + 1e-5), unbiased": {
+            "critic/vf_explained_var": 1 - unexplained
+        },
+        "entropies of response tokens, aggregated like the loss": {
+            "actor/entropy": sum(ENTROPY_SUMS) / sum(RESPONSES)
+        },
         "response tokens": lengths("response_length", RESPONSES, MAX_RESPONSE),
         "response tokens, without aborted responses": lengths(
             "response_length_non_aborted", [RESPONSES[row] for row in made], MAX_RESPONSE
         ),
         "prompt tokens": lengths("prompt_length", PROMPTS, MAX_PROMPT),
         "fraction of responses without tokens": {"response/aborted_ratio": 1 / 4},
-        "mean of a number that the reward function returned, over the rows that have it": {"reward/level/mean": 2.0},
+        "mean of a number that the reward function returned, over the rows that have it": {
+            "reward/level/mean": 2.0
+        },
         "prompt and response tokens": {"perf/total_num_tokens": TOKENS},
         "seconds of the step": {"timing_s/step": STEP_S, "perf/time_per_step": STEP_S},
-        "tokens per second and GPU; two pools share two GPUs": {"perf/throughput": TOKENS / STEP_S / 2},
-        "seconds of the slowest rank": {f"timing_s/{name}": seconds for name, seconds in SECONDS.items()},
+        "tokens per second and GPU; two pools share two GPUs": {
+            "perf/throughput": TOKENS / STEP_S / 2
+        },
+        "seconds of the slowest rank": {
+            f"timing_s/{name}": seconds for name, seconds in SECONDS.items()
+        },
         "seconds of the driver": {"timing_s/adv": ADV_S},
         "milliseconds per response token": {"timing_per_token_ms/gen": 2000 / sum(RESPONSES)},
         "milliseconds per prompt and response token": {
             "timing_per_token_ms/adv": ADV_S * 1000 / TOKENS,
-            **{f"timing_per_token_ms/{name}": seconds * 1000 / TOKENS for name, seconds in per_token.items()},
+            **{
+                f"timing_per_token_ms/{name}": seconds * 1000 / TOKENS
+                for name, seconds in per_token.items()
+            },
         },
-        "peaks of all processes, in GiB": {"perf/max_memory_allocated_gb": 2, "perf/max_memory_reserved_gb": 3},
+        "peaks of all processes, in GiB": {
+            "perf/max_memory_allocated_gb": 2,
+            "perf/max_memory_reserved_gb": 3,
+        },
         "number of the step": {"training/global_step": 1},
     }
 
@@ -144,10 +198,14 @@ def definitions(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, float]]
 def test_every_metric_of_a_step_has_its_definition(tmp_path: Path) -> None:
     row, tensors = row_of(tmp_path)
     table = definitions(tensors)
-    found = {name: value for name, value in row.items() if not name.startswith(("pool/", "overlap/"))}
+    found = {
+        name: value for name, value in row.items() if not name.startswith(("pool/", "overlap/"))
+    }
     assert set(found) == {name for expected in table.values() for name in expected}
     for definition, expected in table.items():
-        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6), definition
+        assert {name: found[name] for name in expected} == pytest.approx(
+            expected, rel=1e-5, abs=1e-6
+        ), definition
 
 
 @pytest.mark.parametrize(
@@ -173,7 +231,9 @@ def test_entropies_are_divided_by_the_loss_scale_factor_like_the_loss(tmp_path: 
 # Tokens of ranks
 
 
-def test_global_seqlen_compares_ranks_in_the_order_of_rows_with_balanced_ranks(tmp_path: Path) -> None:
+def test_global_seqlen_compares_ranks_in_the_order_of_rows_with_balanced_ranks(
+    tmp_path: Path,
+) -> None:
     tokens = [9, 8, 7, 6, 1, 2, 3, 4]
     keys = ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "data.train_batch_size=8"]
     row = length_metrics(config_with(tmp_path, *keys), tokens, 2, step=1)
@@ -196,9 +256,20 @@ def test_global_seqlen_is_that_of_the_rows_that_the_actors_ranks_get(tmp_path: P
     ]
     row = length_metrics(config_with(tmp_path, *keys), tokens, 4, step=1)
     of_ranks = np.array(tokens)[rank_order(tokens, 16, 4, balance=True)].reshape(4, 12).sum(axis=1)
-    assert (row["global_seqlen/balanced_min"], row["global_seqlen/balanced_max"]) == (min(of_ranks), max(of_ranks))
-    assert row["global_seqlen/balanced_max"] - row["global_seqlen/balanced_min"] < row["global_seqlen/minmax_diff"]
-    assert length_metrics(config_with(tmp_path, *keys, "trainer.balance_batch=false"), tokens, 4, step=1) == {}
+    assert (row["global_seqlen/balanced_min"], row["global_seqlen/balanced_max"]) == (
+        min(of_ranks),
+        max(of_ranks),
+    )
+    assert (
+        row["global_seqlen/balanced_max"] - row["global_seqlen/balanced_min"]
+        < row["global_seqlen/minmax_diff"]
+    )
+    assert (
+        length_metrics(
+            config_with(tmp_path, *keys, "trainer.balance_batch=false"), tokens, 4, step=1
+        )
+        == {}
+    )
 
 
 # Validation
@@ -219,16 +290,23 @@ def by_definition(values: Sequence[float], preds: Sequence[Any] | None) -> dict[
             drawn["best"].append(max(values[one] for one in chosen))
             drawn["worst"].append(min(values[one] for one in chosen))
             if preds is not None:
-                (winner, _), *_ = Counter(preds[one] for one in chosen).most_common()  # of several, the first
+                (winner, _), *_ = Counter(
+                    preds[one] for one in chosen
+                ).most_common()  # of several, the first
                 drawn["maj"].append(next(values[one] for one in chosen if preds[one] == winner))
         for kind, numbers in drawn.items():
             if numbers:
-                found |= {f"{kind}@{n}/mean": float(np.mean(numbers)), f"{kind}@{n}/std": float(np.std(numbers))}
+                found |= {
+                    f"{kind}@{n}/mean": float(np.mean(numbers)),
+                    f"{kind}@{n}/std": float(np.std(numbers)),
+                }
     return found
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 4, 6])
-def test_a_validation_is_described_by_draws_from_the_responses_to_each_prompt(num_samples: int) -> None:
+def test_a_validation_is_described_by_draws_from_the_responses_to_each_prompt(
+    num_samples: int,
+) -> None:
     random = np.random.default_rng(num_samples)
     responses, expected = [], dict[str, list[float]]()
     for prompt in range(5):
@@ -244,7 +322,9 @@ def test_a_validation_is_described_by_draws_from_the_responses_to_each_prompt(nu
         core = "acc" if preds is not None else "reward"
         for name, column in columns.items():
             for statistic, value in by_definition(column, preds).items():
-                is_core = name == core and re.fullmatch(rf"(mean|best|maj)@{num_samples}(/.*)?", statistic)
+                is_core = name == core and re.fullmatch(
+                    rf"(mean|best|maj)@{num_samples}(/.*)?", statistic
+                )
                 where = f"{'val-core' if is_core else 'val-aux'}/{source}/{name}/{statistic}"
                 expected.setdefault(where, []).append(value)
     means = {name: float(np.mean(values)) for name, values in expected.items()}
@@ -252,7 +332,12 @@ def test_a_validation_is_described_by_draws_from_the_responses_to_each_prompt(nu
 
 
 def test_prompts_without_a_number_are_skipped_for_this_number_only() -> None:
-    numbers: list[dict[str, float]] = [{"a": 1, "b": 1}, {"a": 3, "b": 2}, {"a": 5}, {"a": 7, "b": 100}]
+    numbers: list[dict[str, float]] = [
+        {"a": 1, "b": 1},
+        {"a": 3, "b": 2},
+        {"a": 5},
+        {"a": 7, "b": 100},
+    ]
     responses = [ScoredResponse("demo", {"reward": 0.0, **one}) for one in numbers]
     metrics = validation_metrics(responses, 2)
     assert (metrics["val-aux/demo/a/mean@2"], metrics["val-aux/demo/b/mean@2"]) == (4, 1.5)
@@ -266,7 +351,14 @@ def test_prompts_without_a_number_are_skipped_for_this_number_only() -> None:
         ({"val-core/demo/reward/mean": 0.25}, 0.25),  # runs of older versions
         ({"val-core/demo/reward/mean": 0.25, "val-core/demo/reward/best@4": 1.0}, 0.25),
         ({"val-core/org/math/acc/mean@8": 0.5, "val-core/demo/reward/mean@8": 0.25}, 0.375),
-        ({"val-core/x/acc/mean@8": 0.5, "val-core/x/acc/best@8/mean": 1.0, "val-core/x/acc/maj@8/std": 3.0}, 0.5),
+        (
+            {
+                "val-core/x/acc/mean@8": 0.5,
+                "val-core/x/acc/best@8/mean": 1.0,
+                "val-core/x/acc/maj@8/std": 3.0,
+            },
+            0.5,
+        ),
         ({"val-aux/x/score/mean@8": 0.5, "timing_s/testing": 1.0}, None),
     ],
 )

@@ -1,4 +1,5 @@
-"""Models from folders: what is not there, not whole or not of the kind is refused by its key, not made up."""
+"""Models from folders: what is not there, not whole or not of the kind is refused by its key, not
+made up."""
 
 from __future__ import annotations
 
@@ -21,14 +22,24 @@ from rolepool.models.loading import load_critic, load_policy, load_reward_model
 from rolepool.placement import build_plan
 from rolepool.trainer.build import check_inputs
 
-SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 16, "num_hidden_layers": 2}
+SIZES = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "vocab_size": 16,
+    "num_hidden_layers": 2,
+}
 WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["head of its own", "tied head"])
-def language_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def language_model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("model") / "model"
-    LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=request.param)).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=request.param)).save_pretrained(
+        folder
+    )  # type: ignore[no-untyped-call]
     return folder
 
 
@@ -40,11 +51,17 @@ def model(language_model: Path, tmp_path: Path) -> Path:
 
 def policy(path: Path, **overrides: int) -> nn.Module:
     keys = {"path": str(path), "override_config": overrides}
-    return load_policy(load_config([{"actor_rollout_ref": {"model": keys}}], []).config, torch.float32, packed=False)
+    return load_policy(
+        load_config([{"actor_rollout_ref": {"model": keys}}], []).config,
+        torch.float32,
+        packed=False,
+    )
 
 
 def critic(path: Path) -> nn.Module:
-    return load_critic(load_config([], [f"critic.model.path={path}"]).config, torch.float32, packed=False)
+    return load_critic(
+        load_config([], [f"critic.model.path={path}"]).config, torch.float32, packed=False
+    )
 
 
 def reward_model(path: Path) -> nn.Module:
@@ -68,13 +85,17 @@ def test_a_language_model_is_a_policy_and_the_trunk_of_a_critic(language_model: 
 
 def test_a_language_model_is_no_reward_model(language_model: Path) -> None:
     line = refusal(lambda: reward_model(language_model))
-    assert line.startswith(f"reward_model.model.path={language_model}: weights of a LlamaForSequenceClassification ")
+    assert line.startswith(
+        f"reward_model.model.path={language_model}: weights of a LlamaForSequenceClassification "
+    )
     assert "are not in its files (score.weight), so they would be random" in line
 
 
 def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path: Path) -> None:
     LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=3)).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
-    assert "have another shape in its files (score.weight)" in refusal(lambda: reward_model(tmp_path))
+    assert "have another shape in its files (score.weight)" in refusal(
+        lambda: reward_model(tmp_path)
+    )
 
 
 @pytest.mark.parametrize("load", [policy, critic])
@@ -87,7 +108,9 @@ def test_a_weight_that_is_missing_is_named(model: Path, load: Callable[[Path], n
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
-    ("load", "key"), [(policy, "actor_rollout_ref.model.path"), (critic, "critic.model.path")], ids=["policy", "critic"]
+    ("load", "key"),
+    [(policy, "actor_rollout_ref.model.path"), (critic, "critic.model.path")],
+    ids=["policy", "critic"],
 )
 def test_a_weight_that_is_not_finite_is_named(
     model: Path, load: Callable[[Path], nn.Module], key: str, number: float
@@ -96,14 +119,23 @@ def test_a_weight_that_is_not_finite_is_named(
     weights["model.layers.1.mlp.up_proj.weight"][3, 2] = number
     save_file(weights, model / WEIGHTS, {"format": "pt"})
     line = refusal(partial(load, model))
-    assert line.startswith(f"{key}={model}: weights are not finite (model.layers.1.mlp.up_proj.weight)")
+    assert line.startswith(
+        f"{key}={model}: weights are not finite (model.layers.1.mlp.up_proj.weight)"
+    )
 
 
-def test_an_override_that_asks_for_more_layers_is_refused_and_one_for_fewer_is_not(language_model: Path) -> None:
+def test_an_override_that_asks_for_more_layers_is_refused_and_one_for_fewer_is_not(
+    language_model: Path,
+) -> None:
     line = refusal(lambda: policy(language_model, num_hidden_layers=3))
-    assert "weights of a LlamaForCausalLM are not in its files (model.layers.2.input_layernorm.weight, " in line
+    assert (
+        "weights of a LlamaForCausalLM are not in its files (model.layers.2.input_layernorm.weight, "
+        in line
+    )
     assert " and 6 more), so they would be random" in line
-    assert "have another shape in its files" in refusal(lambda: policy(language_model, vocab_size=17))
+    assert "have another shape in its files" in refusal(
+        lambda: policy(language_model, vocab_size=17)
+    )
     assert "hidden_size" in refusal(lambda: policy(language_model, hidden_size="many"))  # type: ignore[arg-type]
     policy(language_model, num_hidden_layers=1)
 
@@ -113,7 +145,9 @@ def test_a_file_that_is_cut_short_is_named(model: Path, length: int) -> None:
     whole = (model / WEIGHTS).read_bytes()
     assert length < len(whole)
     (model / WEIGHTS).write_bytes(whole[:length])
-    assert refusal(lambda: critic(model)).startswith(f"critic.model.path={model}: {WEIGHTS} is damaged (")
+    assert refusal(lambda: critic(model)).startswith(
+        f"critic.model.path={model}: {WEIGHTS} is damaged ("
+    )
 
 
 # Before a process is started
@@ -128,7 +162,9 @@ def test_what_can_be_loaded_is_let_through(language_model: Path) -> None:
     check(language_model)
 
 
-@pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path"])
+@pytest.mark.parametrize(
+    "key", ["actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path"]
+)
 def test_every_models_folder_is_looked_into(language_model: Path, tmp_path: Path, key: str) -> None:
     empty, bare, config_alone = tmp_path / "empty", tmp_path / "bare", tmp_path / "config_alone"
     for folder in (empty, bare, config_alone):
@@ -136,7 +172,8 @@ def test_every_models_folder_is_looked_into(language_model: Path, tmp_path: Path
     (config_alone / "config.json").write_text(json.dumps({"model_type": "llama"}))
     shutil.copy(language_model / WEIGHTS, bare)
     expected = {
-        tmp_path / "nowhere": f"there is no such folder; the folders in {tmp_path} are bare, config_alone, empty",
+        tmp_path
+        / "nowhere": f"there is no such folder; the folders in {tmp_path} are bare, config_alone, empty",
         "no-such-org/model": "is neither a folder nor a model on the hub",
         empty: "has no weights and no config.json",
         bare: "has no config.json",
@@ -150,16 +187,28 @@ def test_every_models_folder_is_looked_into(language_model: Path, tmp_path: Path
         assert line.startswith(f"{key}={path}: {said}")
 
 
-def test_a_reward_function_that_cannot_be_loaded_is_refused(language_model: Path, tmp_path: Path) -> None:
+def test_a_reward_function_that_cannot_be_loaded_is_refused(
+    language_model: Path, tmp_path: Path
+) -> None:
     key = f"custom_reward_function.path={tmp_path / 'reward.py'}"
     assert refusal(lambda: check(language_model, key)).startswith(f"{key}: cannot be imported (")
     (tmp_path / "reward.py").write_text("def other(): ...")
     line = refusal(lambda: check(language_model, key))
-    assert line == f"{key}: compute_score is not defined in {tmp_path / 'reward.py'}, which defines other"
+    assert (
+        line
+        == f"{key}: compute_score is not defined in {tmp_path / 'reward.py'}, which defines other"
+    )
 
 
 def test_train_says_so_in_one_line(rolepool: Callable[..., Outcome], language_model: Path) -> None:
     nowhere = "critic.model.path=/no/such/folder"
-    outcome = rolepool("train", f"actor_rollout_ref.model.path={language_model}", nowhere, "trainer.n_gpus_per_node=1")
+    outcome = rolepool(
+        "train",
+        f"actor_rollout_ref.model.path={language_model}",
+        nowhere,
+        "trainer.n_gpus_per_node=1",
+    )
     assert outcome.code == 2
-    assert outcome.err.startswith(f"error: {nowhere}: there is no such folder; the folders in / are ")
+    assert outcome.err.startswith(
+        f"error: {nowhere}: there is no such folder; the folders in / are "
+    )

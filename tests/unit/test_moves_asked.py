@@ -1,4 +1,5 @@
-"""Asking a run to move: what is refused before the run is touched, and what is asked when no run trains."""
+"""Asking a run to move: what is refused before the run is touched, and what is asked when no run
+trains."""
 
 from __future__ import annotations
 
@@ -15,9 +16,22 @@ from rolepool.config import load_config
 from rolepool.errors import ConfigError, PlacementError
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.placement import build_plan
-from rolepool.trainer.moves import answer_request, ask_run, changed_pools, check_move, moved, request_file, take_request
+from rolepool.trainer.moves import (
+    answer_request,
+    ask_run,
+    changed_pools,
+    check_move,
+    moved,
+    request_file,
+    take_request,
+)
 
-KEYS = ["trainer.n_gpus_per_node=4", "trainer.device=cpu", "data.train_files=rows.jsonl", "data.train_batch_size=8"]
+KEYS = [
+    "trainer.n_gpus_per_node=4",
+    "trainer.device=cpu",
+    "data.train_files=rows.jsonl",
+    "data.train_batch_size=8",
+]
 KEYS += ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.model.path=model"]
 CUSTOM = ["placement.strategy=custom", "placement.pools={a:[2],b:[1],c:[1]}"]
 
@@ -37,13 +51,19 @@ def run(tmp_path: Path) -> Path:
 def test_a_strategy_in_the_words_replaces_the_keys_of_the_old_one() -> None:
     roles = "placement.roles={actor:a,rollout:c,ref:a,critic:b}"
     config = load_config([], [*KEYS, *CUSTOM, roles]).config
-    plan, loaded = moved(config, ["placement.strategy=split", "placement.split.actor_gpus_per_node=3"])
+    plan, loaded = moved(
+        config, ["placement.strategy=split", "placement.split.actor_gpus_per_node=3"]
+    )
     assert loaded.config.placement.pools == {}
     assert plan.in_words == "actor_rollout_ref_pool [3] and critic_pool [1]"
 
 
-@pytest.mark.parametrize("word", ["critic.optim.lr=1", "trainer.device=cuda", "split", "trainer.nnodes_=2"])
-def test_other_keys_need_a_new_start(word: str, run: Path, rolepool: Callable[..., Outcome]) -> None:
+@pytest.mark.parametrize(
+    "word", ["critic.optim.lr=1", "trainer.device=cuda", "split", "trainer.nnodes_=2"]
+)
+def test_other_keys_need_a_new_start(
+    word: str, run: Path, rolepool: Callable[..., Outcome]
+) -> None:
     outcome = rolepool("move", str(run), "placement.strategy=split", word)
     assert outcome.code == 2
     assert f"{word}: a move changes placement.*" in outcome.err and "Traceback" not in outcome.err
@@ -53,7 +73,10 @@ def test_other_keys_need_a_new_start(word: str, run: Path, rolepool: Callable[..
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["placement.strategy=split", "placement.split.actor_gpus_per_node=4"], "the critic would have no GPU"),
+        (
+            ["placement.strategy=split", "placement.split.actor_gpus_per_node=4"],
+            "the critic would have no GPU",
+        ),
         (["trainer.n_gpus_per_node=3"], "data.train_batch_size=8"),
         (["placement.strategy=nothing"], "placement.strategy=nothing"),
         ([], "a move changes placement.*"),
@@ -68,8 +91,18 @@ def test_a_bad_placement_is_refused_and_the_run_is_not_asked(
 
 
 def test_a_placement_that_does_not_fit_in_memory_is_refused(tmp_path: Path) -> None:
-    shape = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-    shape |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "architectures": []}
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+    }
+    shape |= {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "architectures": [],
+    }
     (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     keys = [*KEYS, f"actor_rollout_ref.model.path={tmp_path}", "trainer.device=cuda"]
     plan, loaded = moved(load_config([], keys).config, ["trainer.n_gpus_per_node=1"])
@@ -80,7 +113,9 @@ def test_a_placement_that_does_not_fit_in_memory_is_refused(tmp_path: Path) -> N
 def test_pools_with_the_same_places_and_roles_are_kept() -> None:
     roles = "placement.roles={actor:a,rollout:%s,critic:b}"
     old = load_config([], [*KEYS, *CUSTOM, roles % "c"])
-    plan, loaded = moved(old.config, ["placement.strategy=custom", "placement.pools={a:[2],b:[2]}", roles % "b"])
+    plan, loaded = moved(
+        old.config, ["placement.strategy=custom", "placement.pools={a:[2],b:[2]}", roles % "b"]
+    )
     assert changed_pools(old.config, build_plan(old.config), loaded.config, plan) == ["b"]
 
 

@@ -1,4 +1,5 @@
-"""Files that cannot be read or written: one line that says which and what to do, exit code 2, nothing half-written."""
+"""Files that cannot be read or written: one line that says which and what to do, exit code 2,
+nothing half-written."""
 
 from __future__ import annotations
 
@@ -51,8 +52,14 @@ def run(tmp_path: Path) -> Path:
         ("trace RUN -o FILE/trace.json", ("trace FILE/trace.json: cannot be written", "-o")),
         ("trace RUN -o FOLDER", ("trace FOLDER: cannot be written", "-o")),
         ("report RUN -o FILE/page.html", ("report FILE/page.html: cannot be written", "-o")),
-        ("plot RUN --output-dir FILE", ("--output-dir FILE: cannot be written", "name another folder")),
-        ("compare RUN RUN --output-dir FILE/it", ("--output-dir FILE/it: cannot be written", "name another folder")),
+        (
+            "plot RUN --output-dir FILE",
+            ("--output-dir FILE: cannot be written", "name another folder"),
+        ),
+        (
+            "compare RUN RUN --output-dir FILE/it",
+            ("--output-dir FILE/it: cannot be written", "name another folder"),
+        ),
         ("demo FILE/demo", ("FILE/demo: cannot be written", "name another folder")),
     ],
 )
@@ -84,7 +91,10 @@ def test_a_full_disk_in_a_run_is_told_with_the_key_of_its_folder(tmp_path: Path)
     with no_file_larger_than(10), pytest.raises(ConfigError) as raised:
         RunFolder(tmp_path).add_metrics(1, {"critic/score/mean": 0.5})
     key = f"trainer.default_local_dir={tmp_path}"
-    assert str(raised.value) == f"{key}: metrics.jsonl cannot be written (File too large); fix it and resume"
+    assert (
+        str(raised.value)
+        == f"{key}: metrics.jsonl cannot be written (File too large); fix it and resume"
+    )
 
 
 def test_a_full_disk_leaves_no_half_of_a_demo(rolepool: Rolepool, tmp_path: Path) -> None:
@@ -95,16 +105,27 @@ def test_a_full_disk_leaves_no_half_of_a_demo(rolepool: Rolepool, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prompts_that_cannot_be_read_are_named_with_their_key(rolepool: Rolepool, tmp_path: Path) -> None:
+def test_prompts_that_cannot_be_read_are_named_with_their_key(
+    rolepool: Rolepool, tmp_path: Path
+) -> None:
     from rolepool.data.demo import make_demo
 
     model = make_demo(tmp_path / "demo").model
     file = tmp_path / "prompts.jsonl"
     file.symlink_to(UNREADABLE)
-    keys = [f"actor_rollout_ref.model.path={model}", "trainer.device=cpu", "trainer.n_gpus_per_node=1"]
+    keys = [
+        f"actor_rollout_ref.model.path={model}",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+    ]
     keys += ["data.max_prompt_length=8", "data.max_response_length=4"]
-    outcome = rolepool("train", *keys, f"data.train_files={file}", f"trainer.default_local_dir={tmp_path / 'run'}")
-    assert_one_line(outcome, f"data.train_files={file}: cannot be read (Input/output error); name a readable file")
+    outcome = rolepool(
+        "train", *keys, f"data.train_files={file}", f"trainer.default_local_dir={tmp_path / 'run'}"
+    )
+    assert_one_line(
+        outcome,
+        f"data.train_files={file}: cannot be read (Input/output error); name a readable file",
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -112,7 +133,10 @@ def test_metrics_that_cannot_be_read_are_named(rolepool: Rolepool, run: Path) ->
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").symlink_to(UNREADABLE)
     for command in ("report", "trace", "plot"):
-        assert_one_line(rolepool(command, str(run)), f"{run / 'metrics.jsonl'}: cannot be read (Input/output error)")
+        assert_one_line(
+            rolepool(command, str(run)),
+            f"{run / 'metrics.jsonl'}: cannot be read (Input/output error)",
+        )
 
 
 def test_what_no_command_foresees_names_the_file_and_the_reason(
@@ -120,7 +144,9 @@ def test_what_no_command_foresees_names_the_file_and_the_reason(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs").write_text("mine", encoding="utf-8")
-    outcome = rolepool("compare", "--run", str(root / "recipes/demo.yaml"), "--", "standard", "split")
+    outcome = rolepool(
+        "compare", "--run", str(root / "recipes/demo.yaml"), "--", "standard", "split"
+    )
     assert outcome == (2, "", "error: runs/compare_demo: Not a directory\n")
 
 

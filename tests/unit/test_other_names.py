@@ -24,7 +24,9 @@ def test_every_key_that_is_offered_exists_and_no_name_is_one(names: dict[str, st
         key, _, remark = meaning.partition(" ")
         assert key in all_keys(), name
         assert re.fullmatch(r"(\(.+\))?", remark), name
-        in_remark = re.findall(r"(?<![\w/])(?:actor_rollout_ref|algorithm|placement|trainer)\.[\w.]+", remark)
+        in_remark = re.findall(
+            r"(?<![\w/])(?:actor_rollout_ref|algorithm|placement|trainer)\.[\w.]+", remark
+        )
         assert set(in_remark) <= all_keys().keys(), name
         assert re.fullmatch(r"[a-z][a-z0-9_]*", name) and name not in all_keys()
 
@@ -67,7 +69,9 @@ def test_a_name_with_another_meaning_says_so() -> None:
     key, option = hint_for_key("train_batch_size"), hint_for_option("train_batch_size")
     assert key is not None and option is not None
     assert (key.key, key.remark) == ("data.train_batch_size", "")
-    assert option.key == "actor_rollout_ref.actor.ppo_mini_batch_size", "OpenRLHF's counts responses of an update"
+    assert option.key == "actor_rollout_ref.actor.ppo_mini_batch_size", (
+        "OpenRLHF's counts responses of an update"
+    )
 
 
 def test_options_of_openrlhf_are_answered_with_the_overrides_to_write(rolepool: Rolepool) -> None:
@@ -110,7 +114,11 @@ def test_only_programs_that_take_overrides_suggest_them_and_another_setting_is_n
 
 def test_names_of_trl_are_answered_in_python_too() -> None:
     with pytest.raises(ConfigError) as raised:
-        rp.train(num_generations=8, max_completion_length=64, data={"train_batch_size": 4, "dataset_name": "a/b"})
+        rp.train(
+            num_generations=8,
+            max_completion_length=64,
+            data={"train_batch_size": 4, "dataset_name": "a/b"},
+        )
     lines = [problem for problem in raised.value.problems if "unknown key" in problem]
     assert lines == [
         "num_generations=8: unknown key; did you mean actor_rollout_ref.rollout.n?",

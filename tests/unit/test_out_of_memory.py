@@ -1,4 +1,5 @@
-"""What is said and done about memory: errors that name it, micro-batches that fit, keys that help."""
+"""What is said and done about memory: errors that name it, micro-batches that fit, keys that
+help."""
 
 from __future__ import annotations
 
@@ -75,7 +76,11 @@ def test_an_error_of_any_allocator_is_recognized_with_what_it_wanted(
 
 
 def test_other_errors_are_not_taken_for_it() -> None:
-    for action in (lambda: torch.ones(2) @ torch.ones(3), lambda: torch.empty(-1), lambda: {}["memory"]):
+    for action in (
+        lambda: torch.ones(2) @ torch.ones(3),
+        lambda: torch.empty(-1),
+        lambda: {}["memory"],
+    ):
         assert not is_out_of_memory(error_of(action))
 
 
@@ -84,14 +89,18 @@ def test_the_lines_say_who_wanted_what_and_what_to_change() -> None:
     first, second = explain_out_of_memory("a rank", error, "cpu", ["a.b=2", "c.d=true"])
     assert first.startswith("a rank is out of memory: it asked for 2.5 GiB, and ")
     assert first.endswith(" are free in host memory")
-    assert second == "try a.b=2 or c.d=true; more advice is in docs/troubleshooting.md, under Memory"
+    assert (
+        second == "try a.b=2 or c.d=true; more advice is in docs/troubleshooting.md, under Memory"
+    )
     unknown, no_advice = explain_out_of_memory("a rank", MemoryError(), "cpu", [])
     assert "it asked for more memory, and" in unknown
     assert no_advice == "advice is in docs/troubleshooting.md, under Memory"
 
 
 def test_what_is_free_in_host_memory_is_what_the_system_can_give() -> None:
-    assert free_bytes("cpu") == pytest.approx(psutil.virtual_memory().available, rel=0.2)  # others come and go
+    assert free_bytes("cpu") == pytest.approx(
+        psutil.virtual_memory().available, rel=0.2
+    )  # others come and go
 
 
 # MicroBatches
@@ -100,14 +109,27 @@ KEYS = MicroBatchKeys("a.rows", "a.tokens", "a.by_tokens")
 
 
 def micro_batches_of(
-    *, rows: int | None = None, tokens: int = MOST_TOKENS, is_chosen: bool = False, packed: bool = True, width: int = 8
+    *,
+    rows: int | None = None,
+    tokens: int = MOST_TOKENS,
+    is_chosen: bool = False,
+    packed: bool = True,
+    width: int = 8,
 ) -> MicroBatches:
-    return MicroBatches(MicroBatch(KEYS, rows, tokens, is_chosen, recomputes=None), "cpu", packed, width)
+    return MicroBatches(
+        MicroBatch(KEYS, rows, tokens, is_chosen, recomputes=None), "cpu", packed, width
+    )
 
 
 def test_rows_of_open_size_go_through_in_micro_batches_of_about_one_size() -> None:
-    assert [len(rows) for rows in micro_batches_of(is_chosen=True).split([1024] * 40)] == [14, 13, 13]
-    assert [len(rows) for rows in micro_batches_of(is_chosen=True).split([1024] * 3)] == [3], "no more than there are"
+    assert [len(rows) for rows in micro_batches_of(is_chosen=True).split([1024] * 40)] == [
+        14,
+        13,
+        13,
+    ]
+    assert [len(rows) for rows in micro_batches_of(is_chosen=True).split([1024] * 3)] == [3], (
+        "no more than there are"
+    )
 
 
 def test_packed_rows_count_as_their_tokens_and_padded_ones_as_the_longest() -> None:
@@ -121,7 +143,13 @@ def test_every_rank_makes_as_many_micro_batches_of_a_number_of_rows(total: int, 
     for rows_per_pass in (1, 2, 3):
         counts = set()
         for index in range(parts):
-            counts.add(len(micro_batches_of(rows=rows_per_pass).split([4] * Share(total, parts, index).size)))
+            counts.add(
+                len(
+                    micro_batches_of(rows=rows_per_pass).split(
+                        [4] * Share(total, parts, index).size
+                    )
+                )
+            )
         assert len(counts) == 1
 
 
@@ -136,7 +164,9 @@ def test_the_smaller_pass_offered_is_half_of_the_one_that_was_set_or_chosen() ->
     chosen.split([8] * 12)
     assert chosen.smaller() == ["a.rows=6"]
     chosen.split([8] * 9)
-    assert chosen.smaller() == ["a.rows=3"], "a mini-batch must be an integer number of micro-batches"
+    assert chosen.smaller() == ["a.rows=3"], (
+        "a mini-batch must be an integer number of micro-batches"
+    )
 
 
 def test_the_smaller_pass_by_tokens_still_holds_a_row() -> None:
@@ -145,7 +175,10 @@ def test_the_smaller_pass_by_tokens_still_holds_a_row() -> None:
 
 
 def test_what_is_not_offloaded_yet_is_offered_on_a_gpu() -> None:
-    assert offloads("a", FsdpConfig(), "cuda") == ["a.optimizer_offload=true", "a.param_offload=true"]
+    assert offloads("a", FsdpConfig(), "cuda") == [
+        "a.optimizer_offload=true",
+        "a.param_offload=true",
+    ]
     assert offloads("a", FsdpConfig(param_offload=True), "cuda") == ["a.optimizer_offload=true"]
     assert offloads("a", RefFsdpConfig(), "cuda") == ["a.param_offload=true"]
     assert offloads("a", FsdpConfig(), "cpu") == []
@@ -183,7 +216,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
     model = make_demo(tmp_path_factory.mktemp("demo") / "data").model
 
     def load(*overrides: str) -> Config:
-        words = [f"actor_rollout_ref.model.path={model}", "data.train_batch_size=8", "trainer.n_gpus_per_node=2"]
+        words = [
+            f"actor_rollout_ref.model.path={model}",
+            "data.train_batch_size=8",
+            "trainer.n_gpus_per_node=2",
+        ]
         sizes = ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "data.max_prompt_length=4"]
         return load_config([], [*words, *sizes, "data.max_response_length=4", *overrides]).config
 
@@ -195,12 +232,16 @@ def rows(num_rows: int) -> DataProto:
     return DataProto.from_dict({"input_ids": ids, "num_prompt_tokens": torch.full((num_rows,), 4)})
 
 
-def test_a_role_offers_its_own_keys_and_what_the_roles_beside_it_could_put_away(config: Callable[..., Config]) -> None:
+def test_a_role_offers_its_own_keys_and_what_the_roles_beside_it_could_put_away(
+    config: Callable[..., Config],
+) -> None:
     keys = config("actor_rollout_ref.rollout.free_cache_engine=false")
     siblings: dict[str, Worker] = {}
     for worker_class in (Actor, Rollout):
         with made_in(WorkerContext(role=worker_class.role, local_world_size=2), siblings):
-            siblings[worker_class.role] = worker_class(keys, Setup(num_training_steps=1, stop_token_ids=(1,)))
+            siblings[worker_class.role] = worker_class(
+                keys, Setup(num_training_steps=1, stop_token_ids=(1,))
+            )
     actor, rollout = siblings["actor"], siblings["rollout"]
     assert isinstance(actor, Actor)
     actor.compute_log_prob(rows(8))
@@ -224,10 +265,14 @@ def test_the_reference_may_wait_in_host_memory(config: Callable[..., Config]) ->
         Reference(config(f"{REF_OFFLOAD}={offload}"), Setup()).compute_ref_log_prob(rows(4))
         for offload in ("false", "true")
     )
-    torch.testing.assert_close(pad_ragged(here.batch["ref_log_prob"]), pad_ragged(away.batch["ref_log_prob"]))
+    torch.testing.assert_close(
+        pad_ragged(here.batch["ref_log_prob"]), pad_ragged(away.batch["ref_log_prob"])
+    )
 
 
-def test_an_update_without_finite_gradients_is_skipped_and_counted(config: Callable[..., Config]) -> None:
+def test_an_update_without_finite_gradients_is_skipped_and_counted(
+    config: Callable[..., Config],
+) -> None:
     model = torch.nn.Linear(4, 1)
     before = model.weight.detach().clone()
 
@@ -235,10 +280,14 @@ def test_an_update_without_finite_gradients_is_skipped_and_counted(config: Calla
         role = Role.Critic
         scale = float("nan")
 
-        def loss_of(self, rows: Any, columns: Mapping[str, Tensor], counts: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss_of(
+            self, rows: Any, columns: Mapping[str, Tensor], counts: Any
+        ) -> tuple[Tensor, dict[str, Tensor]]:
             return model(columns["response_mask"].float()).sum() * self.scale, {}
 
-    role = Linear(config("critic.optim.lr=1.0", "critic.model.enable_gradient_checkpointing=false"), Setup())
+    role = Linear(
+        config("critic.optim.lr=1.0", "critic.model.enable_gradient_checkpointing=false"), Setup()
+    )
     role.train(model, num_training_steps=1)
     metrics = role.update(rows(4), ends_step=True)
     assert np.isnan(metrics["critic/grad_norm"])
@@ -252,12 +301,18 @@ def test_an_update_without_finite_gradients_is_skipped_and_counted(config: Calla
 
 
 @pytest.mark.parametrize(("checkpointing", "num_runs"), [("false", 1), ("true", 2)])
-def test_activations_are_kept_or_made_again(config: Callable[..., Config], checkpointing: str, num_runs: int) -> None:
+def test_activations_are_kept_or_made_again(
+    config: Callable[..., Config], checkpointing: str, num_runs: int
+) -> None:
     class Trained(TrainedRole):
         role = Role.Critic
 
-        def loss_of(self, rows: Any, columns: Mapping[str, Tensor], counts: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            return self.trained.model(input_ids=torch.arange(4)[None], use_cache=False).logits.square().mean(), {}
+        def loss_of(
+            self, rows: Any, columns: Mapping[str, Tensor], counts: Any
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            return self.trained.model(
+                input_ids=torch.arange(4)[None], use_cache=False
+            ).logits.square().mean(), {}
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 16}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3))  # type: ignore[no-untyped-call]

@@ -1,4 +1,5 @@
-"""The list of runs and comparisons in a real browser, wide and narrow, light and dark: everything can be read."""
+"""The list of runs and comparisons in a real browser, wide and narrow, light and dark: everything
+can be read."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from rolepool.report.comparison_page import write_comparison
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium and chromedriver on this machine"),
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER), reason="no chromium and chromedriver on this machine"
+    ),
 ]
 
 FAINT = f"""{CONTRAST}
@@ -39,8 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs with different work, one with a long and hostile name."""
     home = tmp_path_factory.mktemp("runs")
     write_run(home / "one", num_steps=8)
-    other = write_run(home / f"{HOSTILE}{'long_name_' * 8}", "split", num_steps=7, overrides=("trainer.seed=7",))
-    config = (other / "config.yaml").read_text(encoding="utf-8").replace("train_batch_size: 64", "train_batch_size: 32")
+    other = write_run(
+        home / f"{HOSTILE}{'long_name_' * 8}", "split", num_steps=7, overrides=("trainer.seed=7",)
+    )
+    config = (
+        (other / "config.yaml")
+        .read_text(encoding="utf-8")
+        .replace("train_batch_size: 64", "train_batch_size: 32")
+    )
     (other / "config.yaml").write_text(config, encoding="utf-8")
     (write_run(home / "broken", num_steps=2) / "plan.json").unlink()
     return home
@@ -53,7 +62,8 @@ def window() -> Iterator[Browser]:
 
 
 def check_page(window: Browser, address: str, least_texts: int) -> None:
-    """Open a page in both widths and colour schemes. Nothing is outside of the window, and all text has contrast."""
+    """Open a page in both widths and colour schemes. Nothing is outside of the window, and all text
+    has contrast."""
     for dark in (False, True):
         for width in (1400, 420):
             window.screenshot(width, dark=dark)
@@ -67,13 +77,17 @@ def check_page(window: Browser, address: str, least_texts: int) -> None:
     assert window.errors() == []
 
 
-def test_the_list_of_runs_can_be_read_in_both_widths_and_schemes(folder: Path, window: Browser) -> None:
+def test_the_list_of_runs_can_be_read_in_both_widths_and_schemes(
+    folder: Path, window: Browser
+) -> None:
     with serving(folder) as client:
         window.open(client.server.url)
         check_page(window, client.server.url.split("?")[0], least_texts=25)
 
 
-def test_a_comparison_can_be_read_in_both_widths_and_schemes(folder: Path, window: Browser, tmp_path: Path) -> None:
+def test_a_comparison_can_be_read_in_both_widths_and_schemes(
+    folder: Path, window: Browser, tmp_path: Path
+) -> None:
     runs = read_runs(sorted(folder.iterdir()))
     check_page(window, write_comparison(runs, compare(runs), tmp_path).as_uri(), least_texts=150)
 
@@ -81,9 +95,13 @@ def test_a_comparison_can_be_read_in_both_widths_and_schemes(folder: Path, windo
 def test_the_check_finds_what_cannot_be_read(tmp_path: Path, window: Browser) -> None:
     breaks: dict[str, Callable[[str], str]] = {
         "faint": lambda page: page.replace(".soft { color: var(--dim);", ".soft { color: #888a;"),
-        "wide": lambda page: page.replace("svg { display: block; width: 100%", "svg { display: block; width: 1500px"),
+        "wide": lambda page: page.replace(
+            "svg { display: block; width: 100%", "svg { display: block; width: 1500px"
+        ),
     }
-    runs = read_runs([write_run(tmp_path / "one", num_steps=6), write_run(tmp_path / "two", num_steps=6)])
+    runs = read_runs(
+        [write_run(tmp_path / "one", num_steps=6), write_run(tmp_path / "two", num_steps=6)]
+    )
     page = write_comparison(runs, compare(runs), tmp_path)
     whole = page.read_text(encoding="utf-8")
     for change in breaks.values():

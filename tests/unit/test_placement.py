@@ -1,4 +1,5 @@
-"""Placement: which GPUs each pool gets, which roles live where, and what is said when it cannot be."""
+"""Placement: which GPUs each pool gets, which roles live where, and what is said when it cannot
+be."""
 
 from __future__ import annotations
 
@@ -26,14 +27,17 @@ EIGHT = "trainer.n_gpus_per_node=8"
 
 
 def plan_of(overrides: str = "", inventory: str | None = None) -> Plan:
-    """The plan of overrides on an inventory that is divided whole, or on what trainer.* asks for."""
+    """The plan of overrides on an inventory that is divided whole, or on what trainer.* asks
+    for."""
     config = load_config(overrides=[EIGHT, *overrides.split()]).config
     if inventory is None:
         return build_plan(config)
     return build_plan(config, parse_inventory(inventory), take_all=True)
 
 
-def custom(pools: str, roles: str = "actor_rollout=a critic=b", inventory: str = "8", more: str = "") -> Plan:
+def custom(
+    pools: str, roles: str = "actor_rollout=a critic=b", inventory: str = "8", more: str = ""
+) -> Plan:
     written = [f"placement.pools.{pool}" for pool in pools.split()] + [
         f"placement.roles.{role}" for role in roles.split()
     ]
@@ -46,7 +50,9 @@ def refusal(overrides: str, inventory: str | None = None) -> str:
     return str(caught.value)
 
 
-def custom_refusal(pools: str, roles: str = "actor_rollout=a critic=b", inventory: str = "8", more: str = "") -> str:
+def custom_refusal(
+    pools: str, roles: str = "actor_rollout=a critic=b", inventory: str = "8", more: str = ""
+) -> str:
     with pytest.raises(PlacementError) as caught:
         custom(pools, roles, inventory, more)
     return str(caught.value)
@@ -66,7 +72,11 @@ def slots(plan: Plan, pool: str) -> dict[int, list[int]]:
 
 def problems(overrides: str, inventory: str | None = None) -> list[str]:
     config = load_config(overrides=[EIGHT, *overrides.split()]).config
-    plan = build_plan(config) if inventory is None else build_plan(config, parse_inventory(inventory), take_all=True)
+    plan = (
+        build_plan(config)
+        if inventory is None
+        else build_plan(config, parse_inventory(inventory), take_all=True)
+    )
     return find_problems(config, plan)
 
 
@@ -97,13 +107,17 @@ def test_split_divides_the_gpus_as_the_table_says(
     nodes: int, gpus: int, wish: str, actor: dict[int, list[int]], critic: dict[int, list[int]]
 ) -> None:
     wish = f"placement.split.{wish}" if wish else ""
-    plan = plan_of(f"trainer.nnodes={nodes} trainer.n_gpus_per_node={gpus} placement.strategy=split {wish}")
+    plan = plan_of(
+        f"trainer.nnodes={nodes} trainer.n_gpus_per_node={gpus} placement.strategy=split {wish}"
+    )
     assert slots(plan, ACTOR_POOL) == actor
     assert slots(plan, CRITIC_POOL) == critic
 
 
 def test_standard_puts_all_roles_in_one_pool_on_all_gpus() -> None:
-    plan = plan_of(f"trainer.nnodes=2 trainer.n_gpus_per_node=2 {WITH_REFERENCE} {WITH_REWARD_MODEL}")
+    plan = plan_of(
+        f"trainer.nnodes=2 trainer.n_gpus_per_node=2 {WITH_REFERENCE} {WITH_REWARD_MODEL}"
+    )
     assert slots(plan, "global_pool") == {0: [0, 1], 1: [0, 1]}
     assert plan.pools["global_pool"].roles == ("actor", "rollout", "ref", "critic", "reward_model")
     assert set(plan.roles.values()) == {"global_pool"}
@@ -137,7 +151,9 @@ def test_one_gpu_cannot_be_split_and_the_error_offers_what_can_be_done() -> None
          "use placement.split.axis=node"),
     ],
 )  # fmt: skip
-def test_a_division_that_leaves_a_pool_empty_is_refused_with_one_that_does_not(wish: str, expected: str) -> None:
+def test_a_division_that_leaves_a_pool_empty_is_refused_with_one_that_does_not(
+    wish: str, expected: str
+) -> None:
     assert expected in refusal(f"placement.strategy=split {wish}")
 
 
@@ -183,12 +199,17 @@ def test_a_role_that_the_algorithm_does_not_need_is_not_used_and_the_plan_says_w
 def test_a_custom_reference_is_dropped_when_no_kl_is_used() -> None:
     roles = "actor_rollout=a critic=b ref=b"
     assert custom("a=[4] b=[4]", roles).pools["b"].roles == (Role.Critic,)
-    assert custom("a=[4] b=[4]", roles, more=WITH_REFERENCE).pools["b"].roles == (Role.RefPolicy, Role.Critic)
+    assert custom("a=[4] b=[4]", roles, more=WITH_REFERENCE).pools["b"].roles == (
+        Role.RefPolicy,
+        Role.Critic,
+    )
 
 
 def test_a_pool_whose_roles_are_all_left_out_is_refused_with_the_reason() -> None:
     message = custom_refusal("a=[4] b=[4]", "actor_rollout=a critic=a ref=b")
-    assert message.startswith("placement.pools.b=[4]: its roles are not used: ref (no KL term is used")
+    assert message.startswith(
+        "placement.pools.b=[4]: its roles are not used: ref (no KL term is used"
+    )
 
 
 # Custom pools
@@ -197,7 +218,11 @@ def test_a_pool_whose_roles_are_all_left_out_is_refused_with_the_reason() -> Non
 @pytest.mark.parametrize(
     ("pools", "inventory", "expected"),
     [
-        ("a=[4,2] b=[2,2]", "8,8", {"a": {0: [0, 1, 2, 3], 1: [0, 1]}, "b": {0: [4, 5], 1: [2, 3]}}),
+        (
+            "a=[4,2] b=[2,2]",
+            "8,8",
+            {"a": {0: [0, 1, 2, 3], 1: [0, 1]}, "b": {0: [4, 5], 1: [2, 3]}},
+        ),
         ("a=[2,0,4] b=[0,8]", "8,8,8", {"a": {0: [0, 1], 2: [0, 1, 2, 3]}, "b": {1: WHOLE}}),
         ("a=[8] b=[8]", "8,8", {"a": {0: WHOLE}, "b": {1: WHOLE}}),
         ("a=[8,8] b=[4]", "8,8,4", {"a": {0: WHOLE, 1: WHOLE}, "b": {2: [0, 1, 2, 3]}}),
@@ -267,7 +292,9 @@ def test_the_plan_says_where_a_role_lives() -> None:
     plan = plan_of("placement.strategy=split")
     assert plan.pool_of(Role.ActorRollout) == plan.pool_of(Role.Actor) == plan.pools[ACTOR_POOL]
     assert plan.pool_of(Role.Critic) == plan.pools[CRITIC_POOL]
-    with pytest.raises(PlacementError, match="role ref has no pool of its own; the roles with a pool are actor"):
+    with pytest.raises(
+        PlacementError, match="role ref has no pool of its own; the roles with a pool are actor"
+    ):
         plan.pool_of(Role.RefPolicy)
 
 
@@ -298,7 +325,9 @@ def test_a_whole_gpu_is_not_shared() -> None:
 
 
 def test_a_pool_never_stands_twice_on_one_gpu() -> None:
-    assert slots(custom("a={per_node:[2],share:0.5} b={per_node:[2],share:0.5}", inventory="2"), "a") == {0: [0, 1]}
+    assert slots(
+        custom("a={per_node:[2],share:0.5} b={per_node:[2],share:0.5}", inventory="2"), "a"
+    ) == {0: [0, 1]}
     assert "Not enough GPUs: a needs 2 with 0.5 of each free" in custom_refusal(
         "a={per_node:[2],share:0.5} b=[1]", inventory="1,1"
     )
@@ -322,7 +351,10 @@ def test_the_error_says_how_many_gpus_are_free_on_any_later_node() -> None:
 
 def test_a_pool_over_more_nodes_than_there_are_is_refused() -> None:
     message = custom_refusal("a=[1] b=[1,0,1]", inventory="4,4")
-    assert "b needs 1 on node 2 or a later node, and at most 0 are free there (2 nodes in all)" in message
+    assert (
+        "b needs 1 on node 2 or a later node, and at most 0 are free there (2 nodes in all)"
+        in message
+    )
 
 
 def test_every_pool_that_does_not_fit_is_reported() -> None:
@@ -336,7 +368,8 @@ def test_every_pool_that_does_not_fit_is_reported() -> None:
 def test_a_smaller_inventory_than_asked_for_is_refused() -> None:
     config = load_config(overrides=["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]).config
     with pytest.raises(
-        PlacementError, match="Not enough GPUs: global_pool needs 8 on node 1 or a later node, and at most 4 "
+        PlacementError,
+        match="Not enough GPUs: global_pool needs 8 on node 1 or a later node, and at most 4 ",
     ):
         build_plan(config, [8, 4])
 
@@ -369,7 +402,9 @@ def test_a_pool_with_a_name_that_timings_use_is_refused(name: str) -> None:
 
 
 def test_custom_without_pools_is_refused_with_an_example() -> None:
-    assert refusal("placement.strategy=custom").endswith("needs pools, such as placement.pools.big=[4]")
+    assert refusal("placement.strategy=custom").endswith(
+        "needs pools, such as placement.pools.big=[4]"
+    )
 
 
 # The names a verl user brings along
@@ -425,7 +460,8 @@ def test_asking_a_manager_for_a_role_it_does_not_have_names_those_it_has() -> No
     manager = ResourcePoolManager({"a": [1], "b": [1]}, {Role.Actor: "a", Role.Rollout: "b"})
     for role in (Role.Critic, Role.ActorRollout):
         with pytest.raises(
-            PlacementError, match=f"role {role} has no pool of its own; the roles with a pool are actor"
+            PlacementError,
+            match=f"role {role} has no pool of its own; the roles with a pool are actor",
         ):
             manager.get_resource_pool(role)
 
@@ -487,7 +523,9 @@ def test_several_samples_of_a_prompt_count_as_sequences() -> None:
 
 
 def test_a_batch_smaller_than_the_pool_is_answered_with_the_pools_size() -> None:
-    found = problems("trainer.n_gpus_per_node=8 data.train_batch_size=4 actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    found = problems(
+        "trainer.n_gpus_per_node=8 data.train_batch_size=4 actor_rollout_ref.actor.ppo_mini_batch_size=4"
+    )
     assert found[0].endswith("; use 8")
 
 
@@ -521,13 +559,18 @@ def test_tensor_parallelism_stays_within_a_node_of_the_rollouts_pool(
     size: int, placement: str, expected: str | None
 ) -> None:
     key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-    found = [problem for problem in problems(f"{placement} {key}={size}") if problem.startswith(key)]
+    found = [
+        problem for problem in problems(f"{placement} {key}={size}") if problem.startswith(key)
+    ]
     assert found == ([] if expected is None else [f"{key}={size}: {expected}"])
 
 
 def test_tensor_parallelism_must_divide_every_node_of_an_uneven_pool() -> None:
     found = problems("actor_rollout_ref.rollout.tensor_model_parallel_size=4", "8,4,2")
-    assert "must divide the number of processes of global_pool (2, 4, 8 per node); use 1 or 2" in found[0]
+    assert (
+        "must divide the number of processes of global_pool (2, 4, 8 per node); use 1 or 2"
+        in found[0]
+    )
 
 
 def test_the_rollout_is_cut_by_its_tensor_parallel_groups() -> None:
@@ -537,7 +580,10 @@ def test_the_rollout_is_cut_by_its_tensor_parallel_groups() -> None:
         "actor_rollout_ref.actor.ppo_mini_batch_size=2"
     )
     assert len(problems(rollout_alone, "8")) == 1
-    assert problems(f"{rollout_alone} actor_rollout_ref.rollout.tensor_model_parallel_size=2", "8") == []
+    assert (
+        problems(f"{rollout_alone} actor_rollout_ref.rollout.tensor_model_parallel_size=2", "8")
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -558,18 +604,27 @@ def test_a_sharding_group_must_divide_the_roles_pool(key: str, pool: str) -> Non
 
 def test_keys_of_a_role_that_is_not_used_are_not_checked() -> None:
     assert (
-        problems("algorithm.adv_estimator=grpo critic.model.fsdp_config.fsdp_size=7 critic.ppo_mini_batch_size=7") == []
+        problems(
+            "algorithm.adv_estimator=grpo critic.model.fsdp_config.fsdp_size=7 critic.ppo_mini_batch_size=7"
+        )
+        == []
     )
 
 
 def test_mps_without_a_shared_gpu_is_refused() -> None:
-    assert problems("placement.mps=true")[0].startswith("placement.mps=true: MPS is for pools that share GPUs")
+    assert problems("placement.mps=true")[0].startswith(
+        "placement.mps=true: MPS is for pools that share GPUs"
+    )
     assert problems("placement.mps=true placement.strategy=split placement.split.share=0.5") == []
 
 
 def test_mps_without_gpus_is_refused() -> None:
-    shared = "placement.mps=true placement.strategy=split placement.split.share=0.5 trainer.device=cpu"
-    assert problems(shared)[0].startswith("placement.mps=true: MPS is for pools that share GPUs, and there are none")
+    shared = (
+        "placement.mps=true placement.strategy=split placement.split.share=0.5 trainer.device=cpu"
+    )
+    assert problems(shared)[0].startswith(
+        "placement.mps=true: MPS is for pools that share GPUs, and there are none"
+    )
 
 
 # Lengths
@@ -612,7 +667,9 @@ def test_sequences_longer_than_a_model_has_positions_are_refused_with_both_numbe
         )
 
 
-def test_a_reward_model_needs_positions_for_what_it_scores_only(positions: Callable[[int], Path]) -> None:
+def test_a_reward_model_needs_positions_for_what_it_scores_only(
+    positions: Callable[[int], Path],
+) -> None:
     models = f"actor_rollout_ref.model.path={positions(65)} reward_model.model.path={positions(64)}"
     (line,) = problems_of(f"{models} reward_model.enable=true")
     assert line.endswith("or set reward_model.max_length=64")
@@ -623,14 +680,34 @@ def test_a_reward_model_needs_positions_for_what_it_scores_only(positions: Calla
 @pytest.mark.parametrize(
     ("rope", "enough"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 40}}, True),
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 40,
+                }
+            },
+            True,
+        ),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, True),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}}, False),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 8,
+                }
+            },
+            False,
+        ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, False),
         ({"rope_scaling": None}, False),
     ],
 )
-def test_stretched_rotary_embeddings_have_more_positions(tmp_path: Path, rope: dict[str, object], enough: bool) -> None:
+def test_stretched_rotary_embeddings_have_more_positions(
+    tmp_path: Path, rope: dict[str, object], enough: bool
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64, **rope}))
     assert (problems_of(f"actor_rollout_ref.model.path={tmp_path}") == []) == enough
 
@@ -667,14 +744,16 @@ def test_a_plan_is_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("8", (8,)), ("8,8,4", (8, 8, 4)), ("2x8", (8, 8)), ("2x8, 4 ,0", (8, 8, 4, 0))]
+    ("text", "expected"),
+    [("8", (8,)), ("8,8,4", (8, 8, 4)), ("2x8", (8, 8)), ("2x8, 4 ,0", (8, 8, 4, 0))],
 )
 def test_an_inventory_is_gpus_per_node(text: str, expected: tuple[int, ...]) -> None:
     assert parse_inventory(text) == expected
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "0,0", "-1", "8,,8", "8x", "x8", "eight", "1.5", "9999999", "65537x1", "1025", "²"]
+    "text",
+    ["", "0", "0,0", "-1", "8,,8", "8x", "x8", "eight", "1.5", "9999999", "65537x1", "1025", "²"],
 )
 def test_what_is_no_inventory_is_refused_with_the_text(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--inventory "):
@@ -690,12 +769,16 @@ def test_memory_is_in_gib_unless_it_says_otherwise(text: str, expected: int) -> 
     assert parse_memory(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "80TB", "many", "1e3", "nan", "inf", "8 0", "GiB", "²"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "80TB", "many", "1e3", "nan", "inf", "8 0", "GiB", "²"]
+)
 def test_what_is_no_memory_is_refused_with_the_text(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--gpu-memory "):
         parse_memory(text)
 
 
 def test_a_role_that_does_not_exist_is_refused_by_name() -> None:
-    with pytest.raises(PlacementError, match="driver=pool: there is no role driver; the roles are actor, "):
+    with pytest.raises(
+        PlacementError, match="driver=pool: there is no role driver; the roles are actor, "
+    ):
         ResourcePoolManager({"pool": [4]}, {"driver": "pool"})  # type: ignore[dict-item]

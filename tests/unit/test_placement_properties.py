@@ -44,25 +44,34 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 # What may be asked for
 
-uniform = st.builds(lambda nodes, gpus: [gpus] * nodes, st.integers(1, MAX_NODES), st.integers(0, MAX_GPUS))
+uniform = st.builds(
+    lambda nodes, gpus: [gpus] * nodes, st.integers(1, MAX_NODES), st.integers(0, MAX_GPUS)
+)
 uneven = st.lists(st.integers(0, MAX_GPUS), min_size=1, max_size=MAX_NODES)
 few_nodes = st.lists(st.integers(1, MAX_GPUS), min_size=1, max_size=4)
 inventories = uniform | uneven | few_nodes
 shares = st.sampled_from([1.0, 1.0, 0.5, 0.5, 0.25, 1 / 3, 0.1, 0.7]) | st.floats(0.01, 1)
 some_nodes = st.lists(st.integers(0, 3), max_size=2)
 many_nodes = st.lists(st.integers(0, MAX_GPUS), max_size=MAX_NODES)
-per_node = st.builds(lambda first, last: [*first, last], some_nodes | some_nodes | many_nodes, st.integers(1, 4))
+per_node = st.builds(
+    lambda first, last: [*first, last], some_nodes | some_nodes | many_nodes, st.integers(1, 4)
+)
 pools = st.fixed_dictionaries({"per_node": per_node.map(tuple), "share": shares})
 pool_names = st.sampled_from(["a", "b", "c", "d", "e"])
 
 
 @st.composite
 def custom_placements(draw: st.DrawFn, *, sensible: bool) -> dict[str, Any]:
-    """Sensible: every role in a pool that exists, every pool with a role. Otherwise anything, mostly nonsense."""
+    """Sensible: every role in a pool that exists, every pool with a role. Otherwise anything,
+    mostly nonsense."""
     if not sensible:
         written = draw(st.dictionaries(pool_names, pools, max_size=5))
         homes = st.none() | st.sampled_from([*written, "nowhere"])
-        return {"strategy": "custom", "pools": written, "roles": {role: draw(homes) for role in NAMES}}
+        return {
+            "strategy": "custom",
+            "pools": written,
+            "roles": {role: draw(homes) for role in NAMES},
+        }
     roles: dict[str, str | None] = {role: draw(pool_names) for role in NAMES}
     for role in ("actor", "rollout") if draw(st.booleans()) else ("actor_rollout",):
         roles[role] = None
@@ -89,11 +98,18 @@ def placements(draw: st.DrawFn, *, sensible: bool) -> dict[str, Any]:
 
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
-    """Valid one by one. Half of them are sensible and need all roles; in the others anything may contradict."""
+    """Valid one by one. Half of them are sensible and need all roles; in the others anything may
+    contradict."""
     sensible = draw(st.booleans())
-    algorithm = {"adv_estimator": draw(st.sampled_from(ESTIMATORS)), "use_kl_in_reward": draw(st.booleans())}
+    algorithm = {
+        "adv_estimator": draw(st.sampled_from(ESTIMATORS)),
+        "use_kl_in_reward": draw(st.booleans()),
+    }
     changes: dict[str, Any] = {
-        "trainer": {"nnodes": draw(st.integers(1, MAX_NODES)), "n_gpus_per_node": draw(st.integers(1, MAX_GPUS))},
+        "trainer": {
+            "nnodes": draw(st.integers(1, MAX_NODES)),
+            "n_gpus_per_node": draw(st.integers(1, MAX_GPUS)),
+        },
         "algorithm": {"adv_estimator": "gae", "use_kl_in_reward": True} if sensible else algorithm,
         "critic": {"enable": None if sensible else draw(st.none() | st.booleans())},
         "reward_model": {"enable": sensible or draw(st.booleans()), "model": {"path": "no/model"}},
@@ -108,7 +124,8 @@ def configs(draw: st.DrawFn) -> Config:
 
 
 def assert_holds(plan: Plan, inventory: list[int]) -> None:
-    """Pools disjoint or sharing at most a whole GPU, within the inventory, every role in exactly one pool."""
+    """Pools disjoint or sharing at most a whole GPU, within the inventory, every role in exactly
+    one pool."""
     taken: Counter[tuple[int, int]] = Counter()
     for pool in plan.pools.values():
         assert len(set(pool.slots)) == len(pool.slots) == sum(pool.per_node) > 0
@@ -162,13 +179,17 @@ def test_standard_takes_every_gpu_there_is(inventory: list[int]) -> None:
 
 @settings(thorough, max_examples=150)
 @given(inventory=inventories, axis=st.sampled_from(["auto", "gpu", "node"]))
-def test_split_takes_every_gpu_there_is_and_leaves_neither_pool_empty(inventory: list[int], axis: str) -> None:
+def test_split_takes_every_gpu_there_is_and_leaves_neither_pool_empty(
+    inventory: list[int], axis: str
+) -> None:
     changes = {"placement": {"strategy": "split", "split": {"axis": axis}}}
     try:
         plan = build_plan(Config.model_validate(merged(BASE, changes)), inventory, take_all=True)
     except RolepoolError:
         one_node, single_gpus = sum(map(bool, inventory)) < 2, max(inventory) < 2
-        assert sum(inventory) < 2 or (axis == "node" and one_node) or (axis == "gpu" and single_gpus)
+        assert (
+            sum(inventory) < 2 or (axis == "node" and one_node) or (axis == "gpu" and single_gpus)
+        )
         return
     assert_holds(plan, inventory)
     actor, critic = plan.pools.values()
@@ -198,14 +219,16 @@ def test_pools_and_roles_written_out_in_python_hold_too(
 @settings(thorough, max_examples=50)
 @given(config=configs())
 def test_what_is_written_as_overrides_is_judged_the_same_way(config: Config) -> None:
-    """The same through the loader, which refuses contradictions; what it lets through, the planner must stand."""
+    """The same through the loader, which refuses contradictions; what it lets through, the planner
+    must stand."""
     leaves, defaults = (
         leaves_of(config.model_dump(mode="json")),
         leaves_of(load_config().config.model_dump(mode="json")),
     )
     overrides = [f"{key}={value}" for key, value in leaves.items() if value != defaults[key]]
     texts = [
-        override.replace("True", "true").replace("False", "false").replace("None", "null") for override in overrides
+        override.replace("True", "true").replace("False", "false").replace("None", "null")
+        for override in overrides
     ]
     try:
         loaded = load_config(overrides=texts)
@@ -226,28 +249,43 @@ def test_the_largest_inventory_is_taken_slot_by_slot() -> None:
 # The plan as text
 
 GIB = 2**30
-names = st.text("abcdefgh_", min_size=1, max_size=60) | st.sampled_from(["critic_pool", "actor_rollout_ref_pool"])
+names = st.text("abcdefgh_", min_size=1, max_size=60) | st.sampled_from(
+    ["critic_pool", "actor_rollout_ref_pool"]
+)
 amounts = st.floats(0, 9_000).map(lambda gib: int(gib * GIB))
 memories = st.builds(RoleMemory, *([amounts] * 7))
 
 
 @st.composite
 def shown_plans(draw: st.DrawFn) -> tuple[Plan, MemoryEstimate]:
-    """Pools and roles with names of any length on nodes of up to 40 GPUs, which may have up to eight pools each."""
+    """Pools and roles with names of any length on nodes of up to 40 GPUs, which may have up to
+    eight pools each."""
     sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6) | st.just([8] * 1024))
     every = [Slot(node, gpu) for node, size in enumerate(sizes) for gpu in range(size)]
     homes: dict[Role, str] = {}
     placed, known = {}, {}
     for name in draw(st.lists(names, min_size=1, max_size=8, unique=True)):
         slots = tuple(every[: draw(st.integers(1, len(every)))])
-        mine = tuple(Role(role) for role in draw(st.lists(names, min_size=1, max_size=4, unique=True)))
+        mine = tuple(
+            Role(role) for role in draw(st.lists(names, min_size=1, max_size=4, unique=True))
+        )
         per_node = tuple(Counter(slot.node for slot in slots).values())
         placed[name] = ResourcePool(per_node, draw(st.sampled_from([1.0, 0.5, 0.125])), slots, mine)
         homes |= dict.fromkeys(mine, name)
         limit = draw(st.none() | amounts)
-        known[name] = PoolMemory({role: draw(memories) for role in mine}, draw(amounts), mine[0], draw(amounts), limit)
-    unused = {Role(role): "of a reason that takes several words to tell" for role in draw(st.lists(names, max_size=2))}
-    plan = Plan(gpus_per_node=tuple(sizes), device=draw(st.sampled_from(["cuda", "cpu"])), pools=placed, roles=homes)
+        known[name] = PoolMemory(
+            {role: draw(memories) for role in mine}, draw(amounts), mine[0], draw(amounts), limit
+        )
+    unused = {
+        Role(role): "of a reason that takes several words to tell"
+        for role in draw(st.lists(names, max_size=2))
+    }
+    plan = Plan(
+        gpus_per_node=tuple(sizes),
+        device=draw(st.sampled_from(["cuda", "cpu"])),
+        pools=placed,
+        roles=homes,
+    )
     return plan.model_copy(update={"unused_roles": unused}), MemoryEstimate(known, {}, {})
 
 
@@ -267,5 +305,7 @@ def test_no_line_of_a_plan_is_longer_than_80_and_nothing_is_cut_off(
         assert not Counter(name + "".join(pool.roles)) - letters
     if plan.device != "cpu":
         numbers = [memory.peak for memory in estimate.pools.values()]
-        numbers += [role.working for memory in estimate.pools.values() for role in memory.roles.values()]
+        numbers += [
+            role.working for memory in estimate.pools.values() for role in memory.roles.values()
+        ]
         assert all(f"{number / GIB:.1f}" in text for number in numbers if number)

@@ -11,8 +11,8 @@ import pytest
 from rolepool.planner.profile import LEAST_NOISE, LinearCost, Work
 
 TRUTH = np.array([0.02, 1e-4, 2e-7, 0.01, 0.03, 0.004])
-"""Seconds per piece, token, attended token, piece that has collectives, share of it that is exchanged, and round of
-messages."""
+"""Seconds per piece, token, attended token, piece that has collectives, share of it that is
+exchanged, and round of messages."""
 
 
 def fitted(works: Sequence[tuple[Work, int]], times: Iterable[float]) -> LinearCost:
@@ -33,7 +33,9 @@ def true_s(work: Work, ranks: int, truth: np.ndarray = TRUTH) -> float:
     return float(np.array(work.features(ranks)) @ truth)
 
 
-def times_of(works: list[tuple[Work, int]], noise: float = 0.0, truth: np.ndarray = TRUTH) -> list[float]:
+def times_of(
+    works: list[tuple[Work, int]], noise: float = 0.0, truth: np.ndarray = TRUTH
+) -> list[float]:
     chance = random.Random(1)
     return [true_s(work, ranks, truth) * (1 + chance.gauss(0, noise)) for work, ranks in works]
 
@@ -54,7 +56,10 @@ def test_the_fit_recovers_known_coefficients() -> None:
 def test_noise_does_not_shift_the_fit() -> None:
     works = random_works(400)
     fit = fitted(works, times_of(works, noise=0.1))
-    ratios = [fit.seconds(work, ranks).mean / true_s(work, ranks) for work, ranks in random_works(50, seed=9)]
+    ratios = [
+        fit.seconds(work, ranks).mean / true_s(work, ranks)
+        for work, ranks in random_works(50, seed=9)
+    ]
     assert np.median(ratios) == pytest.approx(1.0, abs=0.02)
     assert max(ratios) < 1.1
     assert min(ratios) > 0.9
@@ -64,9 +69,15 @@ def test_noise_does_not_shift_the_fit() -> None:
 def test_a_few_times_that_are_much_too_long_do_not_count(slower: float) -> None:
     """Such as those of calls during which another program used the machine."""
     works = random_works(300)
-    disturbed = [seconds * (slower if at % 20 == 0 else 1.0) for at, seconds in enumerate(times_of(works, noise=0.02))]
+    disturbed = [
+        seconds * (slower if at % 20 == 0 else 1.0)
+        for at, seconds in enumerate(times_of(works, noise=0.02))
+    ]
     fit = fitted(works, disturbed)
-    ratios = [fit.seconds(work, ranks).mean / true_s(work, ranks) for work, ranks in random_works(50, seed=9)]
+    ratios = [
+        fit.seconds(work, ranks).mean / true_s(work, ranks)
+        for work, ranks in random_works(50, seed=9)
+    ]
     assert np.median(ratios) == pytest.approx(1.0, abs=0.05)
 
 
@@ -82,7 +93,8 @@ def test_no_coefficient_is_ever_negative(seed: int) -> None:
 
 
 def test_what_was_not_measured_is_unsure_and_what_was_measured_is_not() -> None:
-    """All records have one rank and pieces of 500 tokens, so neither collectives nor the cost of a piece are known."""
+    """All records have one rank and pieces of 500 tokens, so neither collectives nor the cost of a
+    piece are known."""
     works = [(Work(pieces, pieces * 500, pieces * 50_000), 1) for pieces in range(1, 40)]
     fit = fitted(works, times_of(works, noise=0.01))
     near = relative_deviation(fit, Work(4, 2000, 200_000), 1)
@@ -95,7 +107,9 @@ def test_what_was_not_measured_is_unsure_and_what_was_measured_is_not() -> None:
 
 def test_more_records_make_a_prediction_surer() -> None:
     asked = Work(30, 40_000, 40_000_000), 4
-    few, many = (fitted(works, times_of(works, noise=0.1)) for works in (random_works(4), random_works(400)))
+    few, many = (
+        fitted(works, times_of(works, noise=0.1)) for works in (random_works(4), random_works(400))
+    )
     assert relative_deviation(many, *asked) < relative_deviation(few, *asked)
 
 

@@ -1,4 +1,5 @@
-"""Profiles: the work of operations under another config and plan, and step times that follow from known costs."""
+"""Profiles: the work of operations under another config and plan, and step times that follow from
+known costs."""
 
 from __future__ import annotations
 
@@ -30,9 +31,13 @@ def profile() -> Profile:
     return Profile([record(words) for words in RUNS])
 
 
-def work_of(profile: Profile, role: Role, name: str, num_parts: int, words: str = "") -> dict[str, Work]:
+def work_of(
+    profile: Profile, role: Role, name: str, num_parts: int, words: str = ""
+) -> dict[str, Work]:
     config = config_of(words)
-    return profile.work(config, role, OPERATIONS[name], num_parts, default_micro_batches(config, role).get(name))
+    return profile.work(
+        config, role, OPERATIONS[name], num_parts, default_micro_batches(config, role).get(name)
+    )
 
 
 def predicted(profile: Profile, words: str, **options: object) -> Prediction:
@@ -59,7 +64,9 @@ def test_an_update_has_an_optimizer_step_for_each_mini_batch(profile: Profile) -
     """24 rows in mini-batches of 12, or of 24."""
     two = work_of(profile, Role.Actor, "update_actor", 1)
     assert (two["optimizer"].num_pieces, two["forward"].num_pieces) == (2, 6)
-    one = work_of(profile, Role.Actor, "update_actor", 1, "actor_rollout_ref.actor.ppo_mini_batch_size=24")
+    one = work_of(
+        profile, Role.Actor, "update_actor", 1, "actor_rollout_ref.actor.ppo_mini_batch_size=24"
+    )
     assert (one["optimizer"].num_pieces, one["forward"].num_pieces) == (1, 6)
     assert one["forward"].num_tokens == pytest.approx(24 * LENGTH)
 
@@ -83,9 +90,13 @@ def test_longer_responses_take_more_decode_steps_and_longer_rows(profile: Profil
     assert longer.num_attended == pytest.approx(factor**2 * long.num_attended)
 
 
-def test_sequences_that_do_not_fit_at_once_are_generated_one_wave_after_another(profile: Profile) -> None:
+def test_sequences_that_do_not_fit_at_once_are_generated_one_wave_after_another(
+    profile: Profile,
+) -> None:
     one = work_of(profile, Role.Rollout, "gen", 1)["decode"]
-    three = work_of(profile, Role.Rollout, "gen", 1, "actor_rollout_ref.rollout.max_num_seqs=8")["decode"]
+    three = work_of(profile, Role.Rollout, "gen", 1, "actor_rollout_ref.rollout.max_num_seqs=8")[
+        "decode"
+    ]
     assert three.num_pieces == pytest.approx(3 * one.num_pieces)
     assert three.num_tokens == pytest.approx(one.num_tokens)
 
@@ -111,14 +122,18 @@ def test_runs_with_known_costs_are_predicted(profile: Profile, words: str) -> No
 
 
 def test_many_epochs_count_even_though_a_schedule_has_only_some_of_them(profile: Profile) -> None:
-    three, six = (dict(predicted(profile, f"{RUNS[1]} critic.ppo_epochs={number}").path) for number in (3, 6))
+    three, six = (
+        dict(predicted(profile, f"{RUNS[1]} critic.ppo_epochs={number}").path) for number in (3, 6)
+    )
     assert six["update_critic"] == pytest.approx(2 * three["update_critic"])
 
 
 def test_a_step_that_was_interrupted_does_not_count(profile: Profile) -> None:
     recording = record(RUNS[0], num_steps=8)
     spans = [
-        Recorded(one.step, one.operation, one.span._replace(end_s=one.span.end_s + 5.0 * (one.step == 5)))
+        Recorded(
+            one.step, one.operation, one.span._replace(end_s=one.span.end_s + 5.0 * (one.step == 5))
+        )
         for one in recording.spans
     ]
     disturbed = Profile([recording._replace(spans=spans)])
@@ -149,7 +164,10 @@ def test_what_was_never_measured_is_said(profile: Profile) -> None:
     assert predicted(profile, RUNS[1]).notes == []
     alone = Profile([record("trainer.n_gpus_per_node=1")])
     notes = predicted(alone, "trainer.n_gpus_per_node=2 trainer.nnodes=2").notes
-    assert any("all pools of the profile have 1 rank, so the cost of collectives was not" in note for note in notes)
+    assert any(
+        "all pools of the profile have 1 rank, so the cost of collectives was not" in note
+        for note in notes
+    )
     assert any("network between nodes was not measured" in note for note in notes)
     four = Profile([record("trainer.n_gpus_per_node=4")])
     assert predicted(four, RUNS[0]).notes == [
@@ -159,7 +177,9 @@ def test_what_was_never_measured_is_said(profile: Profile) -> None:
     assert any("share a GPU were not measured" in note for note in predicted(alone, shared).notes)
     own = "trainer.n_gpus_per_node=2 placement.strategy=custom placement.pools={a:[1],r:[1]}"
     roles = "placement.roles={actor:a,ref:a,critic:a,rollout:r}"
-    assert any("weight sync between pools" in note for note in predicted(alone, f"{own} {roles}").notes)
+    assert any(
+        "weight sync between pools" in note for note in predicted(alone, f"{own} {roles}").notes
+    )
 
 
 def test_an_interval_is_wider_where_less_was_measured(profile: Profile) -> None:
@@ -172,7 +192,9 @@ def test_an_interval_is_wider_where_less_was_measured(profile: Profile) -> None:
 
 def test_an_operation_that_was_not_measured_is_refused(profile: Profile) -> None:
     without = Profile([record(f"{RUNS[0]} actor_rollout_ref.actor.use_kl_loss=false")])
-    with pytest.raises(ConfigError, match="predict: ref was not measured in the profile; record a run with it"):
+    with pytest.raises(
+        ConfigError, match="predict: ref was not measured in the profile; record a run with it"
+    ):
         predicted(without, RUNS[0])
 
 
@@ -193,7 +215,8 @@ def test_a_run_without_recorded_work_is_a_profile_of_whole_operations() -> None:
 
 
 def test_the_hand_overs_of_a_long_run_are_those_between_its_calls() -> None:
-    """Only some steps of a long run are used, but the step before tells what a generation waited for."""
+    """Only some steps of a long run are used, but the step before tells what a generation waited
+    for."""
     long = Profile([record(RUNS[0], num_steps=3 * MAX_STEPS, gap_s=0.01)])
     assert long.hand_over_s == pytest.approx(dict.fromkeys(long.hand_over_s, 0.01))
     assert "gen" in long.hand_over_s
@@ -205,7 +228,8 @@ def test_a_run_without_a_complete_step_is_refused() -> None:
 
 
 def test_pools_that_shared_a_gpu_teach_how_much_of_it_they_get() -> None:
-    """Calls of the shared run take as long as alone, so sharing costs nothing: each pool has a whole GPU."""
+    """Calls of the shared run take as long as alone, so sharing costs nothing: each pool has a
+    whole GPU."""
     shared = "trainer.n_gpus_per_node=1 placement.strategy=split placement.split.share=0.5"
     both = Profile([record("trainer.n_gpus_per_node=1"), record(shared)])
     assert both.sharing == [both.recordings[1]]
@@ -223,8 +247,9 @@ SHARDED_PARTS = ("forward", "backward", "optimizer", "score")
 
 
 def costs_of_sharding(share: float) -> tuple[dict[str, tuple[float, ...]], list[ShardingTime]]:
-    """Costs of which sharding over two ranks adds a share to the time of each micro-batch, and what a run with these
-    costs measures with small models: a time per layer, and nothing per parameter."""
+    """Costs of which sharding over two ranks adds a share to the time of each micro-batch, and what
+    a run with these costs measures with small models: a time per layer, and nothing per
+    parameter."""
     costs: dict[str, tuple[float, ...]] = dict(COSTS)
     times: list[ShardingTime] = []
     shape = shape_of(config_of(), Role.Actor)
@@ -235,12 +260,17 @@ def costs_of_sharding(share: float) -> tuple[dict[str, tuple[float, ...]], list[
         added_s = share * seconds_of(work, (*plain, 0, 0, 0), 1)
         costs[part] = (*plain, added_s, 0.0, 0.0)
         of_small = added_s * 4 / (shape.num_layers + 1)
-        times += [ShardingTime(2, part, 4, num_params, 1.0 + of_small, 1.0) for num_params in (10**5, 10**6)]
+        times += [
+            ShardingTime(2, part, 4, num_params, 1.0 + of_small, 1.0)
+            for num_params in (10**5, 10**6)
+        ]
     return costs, times
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 2.0])
-@pytest.mark.parametrize(("recorded", "asked"), [(TWO_RANKS, ONE_RANK_EACH), (ONE_RANK_EACH, TWO_RANKS)])
+@pytest.mark.parametrize(
+    ("recorded", "asked"), [(TWO_RANKS, ONE_RANK_EACH), (ONE_RANK_EACH, TWO_RANKS)]
+)
 def test_one_size_of_pools_is_enough_if_the_cost_of_sharding_was_measured(
     share: float, recorded: str, asked: str
 ) -> None:
@@ -267,7 +297,8 @@ def test_ranks_beyond_those_whose_sharding_was_measured_are_said_and_less_sure()
 
 
 def test_many_steps_of_the_same_work_do_not_decide_what_a_token_costs() -> None:
-    """All calls have about 1,000 tokens, and slow minutes of the machine fall together with slightly longer rows."""
+    """All calls have about 1,000 tokens, and slow minutes of the machine fall together with
+    slightly longer rows."""
     seen = []
     for step in range(40):
         is_slow = step >= 20

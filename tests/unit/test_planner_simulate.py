@@ -43,11 +43,14 @@ def plan_of(words: str) -> Plan:
 
 
 def test_in_one_pool_a_step_takes_the_sum_of_all_operations_of_the_pool(schedule: Schedule) -> None:
-    """The reward runs on CPUs and the advantages on the driver, while the pool computes log-probs."""
+    """The reward runs on CPUs and the advantages on the driver, while the pool computes
+    log-probs."""
     found = simulate(schedule, plan_of("trainer.n_gpus_per_node=4").roles, SECONDS, {})
     of_pool = {name: seconds for name, seconds in SECONDS.items() if name not in ("reward", "adv")}
     assert found.step_s == pytest.approx(sum(of_pool.values())) == pytest.approx(31.0)
-    assert found.busy == pytest.approx({"global_pool": 1.0, "driver": 0.5 / 31, "reward_cpu": 1 / 31})
+    assert found.busy == pytest.approx(
+        {"global_pool": 1.0, "driver": 0.5 / 31, "reward_cpu": 1 / 31}
+    )
     assert dict(found.path) == pytest.approx(of_pool)
 
 
@@ -62,10 +65,12 @@ def test_in_two_pools_the_critic_works_beside_the_actor(schedule: Schedule) -> N
 
 
 def test_the_critics_update_may_run_on_during_the_next_generation(schedule: Schedule) -> None:
-    """It starts 12.5 s after the generation, and the next values are needed 10 s after the next one: 21.5 s are free.
-    If it takes 30 s, a step takes as long as the critic: 2 + 0.5 + 30 s."""
+    """It starts 12.5 s after the generation, and the next values are needed 10 s after the next
+    one: 21.5 s are free. If it takes 30 s, a step takes as long as the critic: 2 + 0.5 + 30 s."""
     roles = plan_of(SPLIT).roles
-    assert simulate(schedule, roles, {**SECONDS, "update_critic": 21.5}, {}).step_s == pytest.approx(24.0)
+    assert simulate(
+        schedule, roles, {**SECONDS, "update_critic": 21.5}, {}
+    ).step_s == pytest.approx(24.0)
     slow = simulate(schedule, roles, {**SECONDS, "update_critic": 30.0}, {})
     assert slow.step_s == pytest.approx(32.5)
     assert "update_critic" in dict(slow.path)
@@ -79,7 +84,8 @@ def test_hand_overs_add_to_the_chain_that_the_step_waits_for(schedule: Schedule)
 
 
 def test_pools_that_share_a_gpu_divide_it_while_both_work(schedule: Schedule) -> None:
-    """With an efficiency of 1 nothing is lost and nothing gained: a step takes the sum, as in one pool."""
+    """With an efficiency of 1 nothing is lost and nothing gained: a step takes the sum, as in one
+    pool."""
     plan = plan_of("placement.strategy=split placement.split.share=0.5 trainer.n_gpus_per_node=1")
     assert [pool.share for pool in plan.pools.values()] == [0.5, 0.5]
     times = {efficiency: simulate(schedule, plan.roles, SECONDS, {}, partial(_shared_rate, plan, efficiency)).step_s
@@ -114,7 +120,8 @@ def random_seconds(chance: random.Random) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "words", ["", "critic.ppo_epochs=2", "algorithm.use_kl_in_reward=true", "trainer.critic_warmup=3"]
+    "words",
+    ["", "critic.ppo_epochs=2", "algorithm.use_kl_in_reward=true", "trainer.critic_warmup=3"],
 )
 def test_arrays_of_times_give_the_same_steps_as_one_simulation_for_each(words: str) -> None:
     chance = random.Random(words)
@@ -125,14 +132,19 @@ def test_arrays_of_times_give_the_same_steps_as_one_simulation_for_each(words: s
         drawn = [random_seconds(chance) for _ in range(8)]
         arrays = {name: np.array([one[name] for one in drawn]) for name in SECONDS}
         together = simulate(schedule, homes, arrays, gaps).step_s
-        assert together == pytest.approx([simulate(schedule, homes, one, gaps).step_s for one in drawn])
+        assert together == pytest.approx(
+            [simulate(schedule, homes, one, gaps).step_s for one in drawn]
+        )
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_rate_of_one_changes_nothing(schedule: Schedule, seed: int) -> None:
-    """Two programs compute the same: events in the order of time, and calls in the order in which they are made."""
+    """Two programs compute the same: events in the order of time, and calls in the order in which
+    they are made."""
     chance = random.Random(seed)
-    groups = chance.choice(list(partitions((Role.Actor, Role.Rollout, Role.RefPolicy, Role.Critic))))
+    groups = chance.choice(
+        list(partitions((Role.Actor, Role.Rollout, Role.RefPolicy, Role.Critic)))
+    )
     homes = {role: "+".join(group) for group in groups for role in group}
     seconds, gaps = random_seconds(chance), {name: chance.uniform(0, 0.2) for name in SECONDS}
     plain = simulate(schedule, homes, seconds, gaps)

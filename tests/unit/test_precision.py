@@ -1,4 +1,5 @@
-"""Weights in one precision, computing in another: here float32 and float64, which every CPU can do."""
+"""Weights in one precision, computing in another: here float32 and float64, which every CPU can
+do."""
 
 from __future__ import annotations
 
@@ -32,13 +33,17 @@ def make_model(*, tied: bool) -> nn.Module:
 def scores_and_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     log_probs, entropies = model.token_scores(INPUTS, PLACES, LABELS, 0.7)  # type: ignore[operator]
     (log_probs.sum() + entropies.sum()).backward()
-    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    gradients = {
+        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
     return {"log_probs": log_probs.detach(), "entropies": entropies.detach(), **gradients}
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_a_model_computes_as_its_copy_in_the_other_precision_does(tied: bool, checkpointing: bool) -> None:
+def test_a_model_computes_as_its_copy_in_the_other_precision_does(
+    tied: bool, checkpointing: bool
+) -> None:
     model = make_model(tied=tied).train()
     expected = scores_and_gradients(copy.deepcopy(model).double())
     if checkpointing:

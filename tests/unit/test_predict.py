@@ -23,18 +23,32 @@ Command = Callable[..., Outcome]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Run folders of the same models: one pool, and two pools."""
     folder = tmp_path_factory.mktemp("runs")
-    return {strategy: str(write_run(folder / strategy, strategy)) for strategy in ("standard", "split")}
+    return {
+        strategy: str(write_run(folder / strategy, strategy)) for strategy in ("standard", "split")
+    }
 
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A console log as verl writes it: 8 GPUs in one pool, with a critic and a reference."""
     file = tmp_path_factory.mktemp("logs") / "verl.log"
-    times = {"gen": 20.0, "values": 4.0, "old_log_prob": 5.0, "ref": 5.0, "adv": 0.2, "update_critic": 9.0}
+    times = {
+        "gen": 20.0,
+        "values": 4.0,
+        "old_log_prob": 5.0,
+        "ref": 5.0,
+        "adv": 0.2,
+        "update_critic": 9.0,
+    }
     times |= {"update_actor": 12.0, "reward": 0.1, "step": 55.3}
     fields = " - ".join(f"timing_s/{name}:{seconds}" for name, seconds in times.items())
-    lines = [f"(main pid=1) step:{step} - perf/total_num_tokens:400000 - {fields}\n" for step in range(1, 8)]
-    lines.append(f"(main pid=1) step:8 - perf/total_num_tokens:nan - {fields.replace('20.0', 'nan')}\n")
+    lines = [
+        f"(main pid=1) step:{step} - perf/total_num_tokens:400000 - {fields}\n"
+        for step in range(1, 8)
+    ]
+    lines.append(
+        f"(main pid=1) step:8 - perf/total_num_tokens:nan - {fields.replace('20.0', 'nan')}\n"
+    )
     file.write_text("".join(lines), encoding="utf-8")
     return str(file)
 
@@ -51,7 +65,9 @@ def rows_of(out: str) -> dict[str, float]:
 def test_placements_are_predicted_with_pools_critical_path_and_measured_times(
     rolepool: Command, runs: dict[str, str]
 ) -> None:
-    done = rolepool("predict", *runs.values(), "--measured", *runs.values(), "--", "standard", "split")
+    done = rolepool(
+        "predict", *runs.values(), "--measured", *runs.values(), "--", "standard", "split"
+    )
     assert (done.code, done.err) == (0, "")
     times = rows_of(done.out)
     assert times == pytest.approx({"standard": 6.2, "split": 7.7}, rel=0.05)
@@ -61,8 +77,12 @@ def test_placements_are_predicted_with_pools_critical_path_and_measured_times(
     assert all(abs(error) <= 3 for error in errors)
 
 
-def test_a_placement_may_have_keys_and_another_size(rolepool: Command, runs: dict[str, str]) -> None:
-    word = "placement.strategy=split trainer.n_gpus_per_node=8 placement.split.actor_gpus_per_node=4"
+def test_a_placement_may_have_keys_and_another_size(
+    rolepool: Command, runs: dict[str, str]
+) -> None:
+    word = (
+        "placement.strategy=split trainer.n_gpus_per_node=8 placement.split.actor_gpus_per_node=4"
+    )
     done = rolepool("predict", runs["standard"], "--", "standard", word)
     assert "[4]" in done.out
     assert len(re.findall(r"^\S.* s  ", done.out, re.MULTILINE)) >= 2
@@ -71,12 +91,16 @@ def test_a_placement_may_have_keys_and_another_size(rolepool: Command, runs: dic
     assert "note: the network between nodes was not measured" in uneven.err
 
 
-def test_what_is_impossible_is_said_and_the_others_are_predicted(rolepool: Command, runs: dict[str, str]) -> None:
+def test_what_is_impossible_is_said_and_the_others_are_predicted(
+    rolepool: Command, runs: dict[str, str]
+) -> None:
     bad = "split placement.split.actor_gpus_per_node=3"
     done = rolepool("predict", runs["standard"], "--", "standard", bad)
     assert done.code == 0
     assert list(rows_of(done.out)) == ["standard"]
-    assert f"error: {bad}: data.train_batch_size=64: 64 sequences cannot be split into 3" in done.err
+    assert (
+        f"error: {bad}: data.train_batch_size=64: 64 sequences cannot be split into 3" in done.err
+    )
     alone = rolepool("predict", runs["standard"], "--", bad)
     assert (alone.code, alone.out) == (2, "")
 
@@ -94,11 +118,15 @@ def test_other_work_changes_the_prediction(rolepool: Command, runs: dict[str, st
     assert step_s("--set", "data.train_batch_size=128") > 1.3 * now_s
     assert step_s("--set", "critic.ppo_epochs=2") > 1.2 * now_s
     assert step_s("--set", "data.max_response_length=1024") > 1.3 * now_s
-    assert step_s("--speed", "rollout=2") == pytest.approx(now_s - 0.5, abs=0.1)  # generation takes 1 s
+    assert step_s("--speed", "rollout=2") == pytest.approx(
+        now_s - 0.5, abs=0.1
+    )  # generation takes 1 s
     assert step_s("--speed", "update_actor=2", "critic=1000") < now_s - 2
 
 
-def test_a_measured_run_of_other_work_is_not_compared(rolepool: Command, runs: dict[str, str]) -> None:
+def test_a_measured_run_of_other_work_is_not_compared(
+    rolepool: Command, runs: dict[str, str]
+) -> None:
     words = ("--set", "data.train_batch_size=128", "--measured", runs["standard"])
     done = rolepool("predict", runs["standard"], *words, "--", "standard")
     assert (done.code, "measured" in done.out) == (0, False)
@@ -107,10 +135,14 @@ def test_a_measured_run_of_other_work_is_not_compared(rolepool: Command, runs: d
 # Search
 
 
-def test_the_search_prints_the_best_placements_with_overrides_and_why(rolepool: Command, runs: dict[str, str]) -> None:
+def test_the_search_prints_the_best_placements_with_overrides_and_why(
+    rolepool: Command, runs: dict[str, str]
+) -> None:
     done = rolepool("predict", *runs.values(), "--search")
     assert (done.code, done.err.count("\n")) == (0, 1)
-    assert done.err.startswith("note: the profile has pools of 2 to 4 ranks; times of other sizes (1) are extrapolated")
+    assert done.err.startswith(
+        "note: the profile has pools of 2 to 4 ranks; times of other sizes (1) are extrapolated"
+    )
     times = rows_of(done.out)
     assert list(times) == ["1", "2", "3", "4", "5"]
     assert list(times.values()) == sorted(times.values())
@@ -119,7 +151,9 @@ def test_the_search_prints_the_best_placements_with_overrides_and_why(rolepool: 
     assert "The best placement takes " in done.out
 
 
-def test_the_search_may_get_other_gpus_and_another_objective(rolepool: Command, runs: dict[str, str]) -> None:
+def test_the_search_may_get_other_gpus_and_another_objective(
+    rolepool: Command, runs: dict[str, str]
+) -> None:
     for words in (
         ("--gpus", "8"),
         ("--inventory", "4,4"),
@@ -154,13 +188,18 @@ def test_a_verl_log_is_a_coarse_profile(rolepool: Command, log: str) -> None:
     assert done.code == 0, done.err
     times = rows_of(done.out)
     assert times["standard"] == pytest.approx(55.2, rel=0.05)
-    assert "note: the work inside of operations (micro-batches, decode steps, tokens) was not recorded" in done.err
+    assert (
+        "note: the work inside of operations (micro-batches, decode steps, tokens) was not recorded"
+        in done.err
+    )
 
 
 # The report page
 
 
-def test_the_page_has_nothing_to_predict_without_a_schedule_or_spans(runs: dict[str, str], tmp_path: Path) -> None:
+def test_the_page_has_nothing_to_predict_without_a_schedule_or_spans(
+    runs: dict[str, str], tmp_path: Path
+) -> None:
     own, *others = other_placements(read_run(runs["split"]))
     assert own.plan.sizes_in_words == "actor_rollout_ref_pool [2], critic_pool [2]"
     assert own.step_s == pytest.approx(7.7, rel=0.05)
@@ -193,7 +232,10 @@ def one_line(done: Outcome) -> str:
         ((), "give placements after `--`, such as `-- standard split`, or --search, or --scaling"),
         (("--search", "--", "split"), "give placements after `--`"),
         (("--search", "--scaling", "1,2"), "give placements after `--`"),
-        (("--search", "--gpus", "2", "--inventory", "2"), "argument --inventory: not allowed with argument --gpus"),
+        (
+            ("--search", "--gpus", "2", "--inventory", "2"),
+            "argument --inventory: not allowed with argument --gpus",
+        ),
         (("--search", "--gpus", "0"), "at least 1 GPU"),
         (("--search", "--gpus", "-4"), "write GPUs per node"),
         (("--search", "--gpus", "many"), "argument --gpus: invalid int value: 'many'"),
@@ -202,7 +244,10 @@ def one_line(done: Outcome) -> str:
         (("--scaling", ""), "write GPUs per node"),
         (("--search", "--objective", "money"), "argument --objective: invalid choice: 'money'"),
         (("--search", "--gpu-memory", "lots"), "--gpu-memory 'lots': write the memory of one GPU"),
-        (("--search", "--gpu-memory", "1"), "no placement of these GPUs divides the batches and fits in memory"),
+        (
+            ("--search", "--gpu-memory", "1"),
+            "no placement of these GPUs divides the batches and fits in memory",
+        ),
         (("--search", "--set", "data.nothing=1"), "data.nothing"),
         (("--search", "--set", "data.train_batch_size=many"), "data.train_batch_size=many"),
         (("--search", "--speed", "rollout"), "--speed rollout"),
@@ -210,16 +255,24 @@ def one_line(done: Outcome) -> str:
         (("--search", "--speed", "rollout=0"), "--speed rollout=0"),
         (("--search", "--speed", "rollout=-1"), "--speed rollout=-1"),
         (("--search", "--speed", "rollout=nan"), "--speed rollout=nan"),
-        (("--search", "--speed", "driver=2"), "--speed driver: is no role and no operation; use one of"),
+        (
+            ("--search", "--speed", "driver=2"),
+            "--speed driver: is no role and no operation; use one of",
+        ),
         (("--search", "--measured", "nowhere"), "nowhere"),
         (("--scaling", "4", "-o", "/proc/scaling.png"), "/proc/scaling.png: cannot be written"),
         (("--scaling", "4", "-o", "scaling.txt"), "scaling.txt: cannot be written"),
-        (("--", "nonsense"), "nonsense: placement.strategy=nonsense: must be one of standard, split"),
+        (
+            ("--", "nonsense"),
+            "nonsense: placement.strategy=nonsense: must be one of standard, split",
+        ),
         (("--", "split", "--search"), "--search: placement.strategy=--search"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_bad_input_is_one_line(rolepool: Command, runs: dict[str, str], words: tuple[str, ...], expected: str) -> None:
+def test_bad_input_is_one_line(
+    rolepool: Command, runs: dict[str, str], words: tuple[str, ...], expected: str
+) -> None:
     done = rolepool("predict", runs["standard"], *words)
     if words == ("--", "split", "--search"):  # after `--` there are only placements
         assert expected in done.err
@@ -227,14 +280,22 @@ def test_bad_input_is_one_line(rolepool: Command, runs: dict[str, str], words: t
     assert expected in one_line(done)
 
 
-def test_what_is_no_run_is_refused(rolepool: Command, runs: dict[str, str], log: str, tmp_path: Path) -> None:
+def test_what_is_no_run_is_refused(
+    rolepool: Command, runs: dict[str, str], log: str, tmp_path: Path
+) -> None:
     assert "nowhere" in one_line(rolepool("predict", "nowhere", "--search"))
-    assert "the following arguments are required: RUN|LOG" in one_line(rolepool("predict", "--search"))
+    assert "the following arguments are required: RUN|LOG" in one_line(
+        rolepool("predict", "--search")
+    )
     assert "give it with --gpus" in one_line(rolepool("predict", log, "--search"))
     (tmp_path / "empty").mkdir()
-    assert "has no config.yaml" in one_line(rolepool("predict", str(tmp_path / "empty"), "--search"))
+    assert "has no config.yaml" in one_line(
+        rolepool("predict", str(tmp_path / "empty"), "--search")
+    )
     (tmp_path / "text.log").write_text("nothing of use\n", encoding="utf-8")
-    assert "has no line `step:N" in one_line(rolepool("predict", str(tmp_path / "text.log"), "--gpus", "8", "--search"))
+    assert "has no line `step:N" in one_line(
+        rolepool("predict", str(tmp_path / "text.log"), "--gpus", "8", "--search")
+    )
 
 
 def test_damaged_runs_are_refused(rolepool: Command, runs: dict[str, str], tmp_path: Path) -> None:
@@ -250,7 +311,9 @@ def test_damaged_runs_are_refused(rolepool: Command, runs: dict[str, str], tmp_p
         shutil.rmtree(damaged)
 
 
-def test_runs_of_different_models_are_no_profile(rolepool: Command, runs: dict[str, str], tmp_path: Path) -> None:
+def test_runs_of_different_models_are_no_profile(
+    rolepool: Command, runs: dict[str, str], tmp_path: Path
+) -> None:
     other = Path(shutil.copytree(runs["split"], tmp_path / "other"))
     config = yaml.safe_load((other / "config.yaml").read_text(encoding="utf-8"))
     config["critic"]["model"]["path"] = "another/model"

@@ -29,7 +29,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(model: Path, *words: str) -> Config:
-    keys = [f"actor_rollout_ref.model.path={model}", "data.max_prompt_length=60", "data.max_response_length=4"]
+    keys = [
+        f"actor_rollout_ref.model.path={model}",
+        "data.max_prompt_length=60",
+        "data.max_response_length=4",
+    ]
     return load_config([], [*keys, *words]).config
 
 
@@ -59,7 +63,9 @@ def test_a_generator_is_read_like_a_file(model: Path) -> None:
         ("", 0.0),
     ],
 )
-def test_the_verifier_of_the_task_scores_the_answer_in_a_response(response: str, score: float, model: Path) -> None:
+def test_the_verifier_of_the_task_scores_the_answer_in_a_response(
+    response: str, score: float, model: Path
+) -> None:
     config = config_of(model, f"{KEY}={SUMS}&size=1")
     columns = prompts_of(config, "train").take([0])
     truth = columns["reward_model"][0]["ground_truth"]
@@ -92,7 +98,10 @@ def test_a_verifier_may_need_more_than_the_answer(model: Path) -> None:
     ("name", "problem"),
     [
         ("reasoning_gym:", "does not name a task; write reasoning_gym:TASK?name=value"),
-        ("reasoning_gym:chain_sums", "reasoning-gym has no task chain_sums; did you mean chain_sum?"),
+        (
+            "reasoning_gym:chain_sums",
+            "reasoning-gym has no task chain_sums; did you mean chain_sum?",
+        ),
         ("reasoning_gym:chain_sum?terms=3", "chain_sum has no parameter terms; it has "),
         ("reasoning_gym:chain_sum?min_terms=5&max_terms=2", "reasoning-gym refuses it ("),
         ("reasoning_gym:chain_sum?size=-1", "size=-1 must be an integer from 0 to 1000000"),
@@ -127,10 +136,16 @@ def test_validation_items_that_occur_in_training_are_left_out_and_counted(
     left = {str(prompt) for prompt in validation.take(range(len(validation)))["raw_prompt"]}
     assert 0 < len(validation) < 60
     assert not known & left
-    assert f"{60 - len(validation)} of 60 prompts also occur in training, and are left out" in caplog.text
+    assert (
+        f"{60 - len(validation)} of 60 prompts also occur in training, and are left out"
+        in caplog.text
+    )
 
 
 def test_no_validation_items_left_is_an_error(model: Path) -> None:
     config = config_of(model, f"{KEY}={SUMS}&size=40", f"data.val_files={SUMS}&size=20")
-    with pytest.raises(RolepoolError, match="20 of 20 prompts also occur in training; give the generator another seed"):
+    with pytest.raises(
+        RolepoolError,
+        match="20 of 20 prompts also occur in training; give the generator another seed",
+    ):
         prompts_of(config, "val").leave_out(prompts_of(config, "train"))

@@ -25,7 +25,9 @@ HOSTILE = "</script><script>window.broken=1</script><!--<img src=x onerror=alert
 
 
 def data_in(page: str) -> dict[str, Any]:
-    (text,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, flags=re.DOTALL)
+    (text,) = re.findall(
+        r'<script id="data" type="application/json">(.*?)</script>', page, flags=re.DOTALL
+    )
     return json.loads(text)  # type: ignore[no-any-return]
 
 
@@ -37,7 +39,9 @@ def make_hostile(run: Run) -> Run:
         spans.append(Recorded(step, hostile, span._replace(parts=(Part(HOSTILE, 0.1),))))
     config = {**run.config, "trainer": {**run.config["trainer"], "experiment_name": HOSTILE}}
     rows = {step: {**row, f"val-core/{HOSTILE}": 1.0} for step, row in run.metrics.items()}
-    return replace(run, name=HOSTILE, spans=spans, config=config, metrics=rows, skipped={HOSTILE: 2})
+    return replace(
+        run, name=HOSTILE, spans=spans, config=config, metrics=rows, skipped={HOSTILE: 2}
+    )
 
 
 def test_the_command_writes_the_page_into_the_run_folder_and_names_it(
@@ -55,7 +59,9 @@ def test_the_command_writes_the_page_into_the_run_folder_and_names_it(
     assert not list(folder.glob(".tmp*"))
 
 
-def test_the_page_can_be_written_elsewhere(tmp_path: Path, rolepool: Callable[..., Outcome]) -> None:
+def test_the_page_can_be_written_elsewhere(
+    tmp_path: Path, rolepool: Callable[..., Outcome]
+) -> None:
     folder = write_run(tmp_path / "run")
     rolepool("report", str(folder), "-o", str(tmp_path / "page.html"))
     assert (tmp_path / "page.html").exists()
@@ -94,12 +100,21 @@ def test_no_text_of_a_run_can_leave_the_data(tmp_path: Path) -> None:
     assert data["name"] == HOSTILE
     assert f"update_actor{HOSTILE}" in data["operations"]
     assert data["skipped"] == [f"skipped 2 unreadable lines of {HOSTILE}"]
-    assert any(HOSTILE.startswith(value.removesuffix("...")) or HOSTILE[:20] in value for _, value, _ in data["config"])
+    assert any(
+        HOSTILE.startswith(value.removesuffix("...")) or HOSTILE[:20] in value
+        for _, value, _ in data["config"]
+    )
 
 
 def test_only_config_that_differs_is_shown_and_a_key_that_follows_another_does_not() -> None:
-    overrides = ("actor_rollout_ref.actor.use_dynamic_bsz=true", f"data.train_files=[{'x' * 90}.jsonl]")
-    shown = {key: (value, default) for key, value, default in page_data(make_run(overrides=overrides))["config"]}
+    overrides = (
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        f"data.train_files=[{'x' * 90}.jsonl]",
+    )
+    shown = {
+        key: (value, default)
+        for key, value, default in page_data(make_run(overrides=overrides))["config"]
+    }
     assert shown.keys() == {
         "actor_rollout_ref.actor.use_dynamic_bsz",
         "actor_rollout_ref.actor.ppo_mini_batch_size",
@@ -115,7 +130,11 @@ def test_the_page_asks_for_nothing_from_outside() -> None:
     page = render(make_run())
     assert not re.search(r"(src|href)=|@import|fetch\(|XMLHttpRequest", page)
     assert "default-src 'none'" in page
-    assert [address for address in re.findall(r"https?://[^\s\"')]+", page) if "www.w3.org" not in address] == []
+    assert [
+        address
+        for address in re.findall(r"https?://[^\s\"')]+", page)
+        if "www.w3.org" not in address
+    ] == []
 
 
 def test_a_diverged_loss_is_no_number_on_the_page() -> None:
@@ -126,7 +145,9 @@ def test_a_diverged_loss_is_no_number_on_the_page() -> None:
     assert set(curves["Loss"]["mean"]) == set(curves["KL"]["max"]) == {None}
 
 
-def test_unreadable_lines_are_skipped_and_said(tmp_path: Path, rolepool: Callable[..., Outcome]) -> None:
+def test_unreadable_lines_are_skipped_and_said(
+    tmp_path: Path, rolepool: Callable[..., Outcome]
+) -> None:
     folder = write_run(tmp_path / "run")
     with (folder / "spans.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 13, "oper\nnonsense\n')
@@ -136,8 +157,12 @@ def test_unreadable_lines_are_skipped_and_said(tmp_path: Path, rolepool: Callabl
     assert data["num_steps"] == 12
 
 
-@pytest.mark.parametrize("missing", ["spans.jsonl", "metrics.jsonl", "monitor.jsonl", "plan.json", "config.yaml"])
-def test_a_page_is_made_of_what_is_there(tmp_path: Path, rolepool: Callable[..., Outcome], missing: str) -> None:
+@pytest.mark.parametrize(
+    "missing", ["spans.jsonl", "metrics.jsonl", "monitor.jsonl", "plan.json", "config.yaml"]
+)
+def test_a_page_is_made_of_what_is_there(
+    tmp_path: Path, rolepool: Callable[..., Outcome], missing: str
+) -> None:
     folder = write_run(tmp_path / "run", "split", num_steps=3)
     (folder / missing).unlink()
     assert rolepool("report", str(folder)).code == 0
@@ -166,17 +191,35 @@ def test_a_span_on_the_timeline_is_whole_and_the_wait_before_it_named() -> None:
 def test_utilization_and_memory_of_a_pool_come_from_the_monitor() -> None:
     run = make_run()
     assert page_data(run)["usage"] == []
-    process = {"pid": 1, "pool": CRITIC, "rank": 0, "roles": [], "cpu_percent": 80.0, "memory_bytes": 2**31}
-    monitor = [{"time_s": 5.0, "node": "n", "gpus": [], "processes": [process, {**process, "cpu_percent": 40.0}]}]
+    process = {
+        "pid": 1,
+        "pool": CRITIC,
+        "rank": 0,
+        "roles": [],
+        "cpu_percent": 80.0,
+        "memory_bytes": 2**31,
+    }
+    monitor = [
+        {
+            "time_s": 5.0,
+            "node": "n",
+            "gpus": [],
+            "processes": [process, {**process, "cpu_percent": 40.0}],
+        }
+    ]
     used, memory = page_data(replace(run, monitor=monitor))["usage"]
-    assert [(series["name"], series["x"], series["mean"]) for series in used["series"]] == [(CRITIC, [0.0], [60.0])]
+    assert [(series["name"], series["x"], series["mean"]) for series in used["series"]] == [
+        (CRITIC, [0.0], [60.0])
+    ]
     assert memory["series"][0]["max"] == [2.0]
 
 
 def check_bounds(run: Run, page: str) -> dict[str, Any]:
     data = data_in(page)
     windows = data["windows"]
-    assert 0 < sum(len(lane["spans"]) for window in windows for lane in window["lanes"]) <= MAX_SPANS
+    assert (
+        0 < sum(len(lane["spans"]) for window in windows for lane in window["lanes"]) <= MAX_SPANS
+    )
     series = [series for chart in (*data["curves"], *data["usage"]) for series in chart["series"]]
     assert max(len(one["x"]) for one in (*series, *data["breakdown"]["series"])) <= MAX_POINTS
     assert max(len(one["mean"]) for one in data["metrics"]["charts"]) <= MAX_SMALL_POINTS
@@ -186,7 +229,10 @@ def check_bounds(run: Run, page: str) -> dict[str, Any]:
 
 def test_of_a_long_run_whole_steps_are_left_out_and_curves_keep_their_extremes() -> None:
     run = make_long_run(600)
-    slow = [each if each.step <= 300 else each._replace(span=each.span.on_clock(-5.0)) for each in run.spans]
+    slow = [
+        each if each.step <= 300 else each._replace(span=each.span.on_clock(-5.0))
+        for each in run.spans
+    ]
     rows = {**run.metrics, 77: {**run.metrics[77], "actor/pg_loss": 99.0}}
     data = check_bounds(run, render(replace(run, spans=slow, metrics=rows)))
     steps = {window["why"]: [step for step, _ in window["starts"]] for window in data["windows"]}
@@ -197,11 +243,15 @@ def test_of_a_long_run_whole_steps_are_left_out_and_curves_keep_their_extremes()
     assert max(loss["max"]) == 99.0
 
 
-def test_lanes_are_left_out_when_one_step_has_too_many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_are_left_out_when_one_step_has_too_many_spans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("rolepool.report.views.MAX_SPANS", 8)
     monkeypatch.setattr("rolepool.report.views.MAX_LANES", 3)
     windows = page_data(make_run(num_steps=2))["windows"]
-    assert [(window["why"], len(window["starts"]), window["num_hidden"]) for window in windows] == [("median", 1, 2)]
+    assert [(window["why"], len(window["starts"]), window["num_hidden"]) for window in windows] == [
+        ("median", 1, 2)
+    ]
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""The page in a real browser: it draws itself without an error, answers the mouse, and opens at once."""
+"""The page in a real browser: it draws itself without an error, answers the mouse, and opens at
+once."""
 
 from __future__ import annotations
 
@@ -22,8 +23,13 @@ from rolepool.metrics.run_folder import RunFolder
 from rolepool.report.run import metric_names, read_run
 from rolepool.report.views import page_data, render
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine"),
+]
 
 USE_THE_MOUSE = """<script>
 const chart = document.querySelector("canvas"), box = chart.getBoundingClientRect();
@@ -79,7 +85,8 @@ Open = Callable[..., str]
 
 @pytest.fixture
 def open_page(tmp_path: Path) -> Open:
-    """The page's elements after its scripts have run, as text; `more` goes to the end of its body."""
+    """The page's elements after its scripts have run, as text; `more` goes to the end of its
+    body."""
 
     def call(page: str, more: str = "</body>", *further_options: str) -> str:
         file = tmp_path / "report.html"
@@ -95,7 +102,11 @@ def open_page(tmp_path: Path) -> Open:
             "--dump-dom",
         ]
         ended = subprocess.run(
-            [str(CHROMIUM), *options, file.as_uri()], capture_output=True, text=True, timeout=100, check=True
+            [str(CHROMIUM), *options, file.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
         )
         return re.sub(r'<script id="data".*?</script>', "", ended.stdout, flags=re.DOTALL)
 
@@ -118,7 +129,10 @@ def test_the_page_draws_findings_charts_and_tables_without_an_error(open_page: O
     assert errors_in(elements) == ""
     for finding in page_data(run)["findings"]:
         assert html.escape(finding["text"], quote=False) in elements
-        assert all(f'title="click to copy">{override}</code>' in elements for override in finding["overrides"])
+        assert all(
+            f'title="click to copy">{override}</code>' in elements
+            for override in finding["overrides"]
+        )
     for title in (
         "Timeline",
         "Where each pool's time went",
@@ -134,7 +148,9 @@ def test_the_page_draws_findings_charts_and_tables_without_an_error(open_page: O
     assert "<code>data.train_batch_size</code>" in elements
 
 
-def test_the_page_of_a_run_that_moved_says_so_and_marks_moves_in_all_curves(open_page: Open, tmp_path: Path) -> None:
+def test_the_page_of_a_run_that_moved_says_so_and_marks_moves_in_all_curves(
+    open_page: Open, tmp_path: Path
+) -> None:
     run = read_run(write_run(tmp_path / "run", num_steps=12, moves={5: "split", 9: "standard"}))
     first, second, third = run.plans
     hostile = second.plan.model_copy(update={"pools": {HOSTILE: second.plan.pools[ACTOR]}})
@@ -170,7 +186,11 @@ def test_hostile_text_is_shown_and_not_run(open_page: Open) -> None:
 def test_hovering_tells_what_a_rank_did_and_waited_for(open_page: Open) -> None:
     elements = open_page(render(make_run()), USE_THE_MOUSE)
     (tip,) = re.findall(r'<div id="tip".*?>(.*?)</div>', elements, flags=re.DOTALL)
-    assert tip.splitlines()[:3] == ["gen · step 4", "actor_rollout_ref_pool rank 0", "start 0 s · took 4 s"]
+    assert tip.splitlines()[:3] == [
+        "gen · step 4",
+        "actor_rollout_ref_pool rank 0",
+        "start 0 s · took 4 s",
+    ]
     assert errors_in(elements) == ""
 
 
@@ -221,13 +241,17 @@ def test_buttons_zoom_the_timeline(open_page: Open) -> None:
 
 def test_the_page_opens_on_the_median_step_and_others_can_be_seen(open_page: Open) -> None:
     elements = open_page(render(make_run()), USE_THE_BUTTONS)
-    assert '<pre id="shown">step 4 (median), gen · step 5, gen · step 4, gen · step 3</pre>' in elements
+    assert (
+        '<pre id="shown">step 4 (median), gen · step 5, gen · step 4, gen · step 3</pre>'
+        in elements
+    )
     assert errors_in(elements) == ""
 
 
 @pytest.fixture
 def measure(open_page: Open) -> Callable[..., list[dict[str, Any]]]:
-    """What a browser shows of pages in frames of 1,400 and 420 pixels. (A window cannot be as narrow as a phone.)"""
+    """What a browser shows of pages in frames of 1,400 and 420 pixels. (A window cannot be as
+    narrow as a phone.)"""
 
     def call(pages: list[str], scheme: str) -> list[dict[str, Any]]:
         frames = [
@@ -236,7 +260,9 @@ def measure(open_page: Open) -> Callable[..., list[dict[str, Any]]]:
             for width in (1400, 420)
         ]
         setting = f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}"
-        elements = open_page(f"<body>{''.join(frames)}<pre id='result'></pre></body>", MEASURE, setting)
+        elements = open_page(
+            f"<body>{''.join(frames)}<pre id='result'></pre></body>", MEASURE, setting
+        )
         (found,) = re.findall(r'<pre id="result">(.*?)</pre>', elements, flags=re.DOTALL)
         return json.loads(html.unescape(found))  # type: ignore[no-any-return]
 
@@ -247,9 +273,19 @@ def measure(open_page: Open) -> Callable[..., list[dict[str, Any]]]:
 def test_wide_and_narrow_in_light_and_dark_every_bar_has_a_width_and_all_text_is_readable(
     measure: Callable[..., list[dict[str, Any]]], scheme: str
 ) -> None:
-    gpu = {"index": 0, "utilization": 90.0, "memory_bytes": 79 * 2**30, "memory_total_bytes": 80 * 2**30}
+    gpu = {
+        "index": 0,
+        "utilization": 90.0,
+        "memory_bytes": 79 * 2**30,
+        "memory_total_bytes": 80 * 2**30,
+    }
     samples = [
-        {"time_s": 1000.0 + second, "node": "n", "gpus": [{**gpu, "power_w": 1.0, "pools": [ACTOR]}], "processes": []}
+        {
+            "time_s": 1000.0 + second,
+            "node": "n",
+            "gpus": [{**gpu, "power_w": 1.0, "pools": [ACTOR]}],
+            "processes": [],
+        }
         for second in range(9)
     ]
     plain = make_run(late={("gen", 1): 2.0}, seconds={"adv": 2.5}, monitor=samples)
@@ -305,15 +341,20 @@ def shown_in(elements: str) -> Any:
     return json.loads(html.unescape(found))
 
 
-def test_responses_are_chosen_by_step_ordered_by_score_and_searched(open_page: Open, tmp_path: Path) -> None:
+def test_responses_are_chosen_by_step_ordered_by_score_and_searched(
+    open_page: Open, tmp_path: Path
+) -> None:
     folder = RunFolder(write_run(tmp_path / "run", num_steps=2))
     for step in (0, 2):
         rows = [("five and nine?", "13", 0.5 * step), (f"one? {HOSTILE}", str(step), 0.0)]
         samples = [
-            {"question": asked, "response": text, "ground_truth": "14", "score": score} for asked, text, score in rows
+            {"question": asked, "response": text, "ground_truth": "14", "score": score}
+            for asked, text, score in rows
         ]
         folder.add_samples(step, samples)
-    folder.add_samples(1, [{"question": "trained", "response": "yes", "score": 1}], "training_responses")
+    folder.add_samples(
+        1, [{"question": "trained", "response": "yes", "score": 1}], "training_responses"
+    )
     elements = open_page(render(read_run(folder.path)), USE_THE_SEARCH)
     assert errors_in(elements) == ""
     assert "<img" not in elements
@@ -342,10 +383,14 @@ summary.click();
 </script></body>"""
 
 
-def test_a_long_response_shows_its_beginning_and_end_until_it_is_opened(open_page: Open, tmp_path: Path) -> None:
+def test_a_long_response_shows_its_beginning_and_end_until_it_is_opened(
+    open_page: Open, tmp_path: Path
+) -> None:
     text = f"{'thinking ' * 60}\n\\boxed{{72}}"
     folder = RunFolder(write_run(tmp_path / "run", num_steps=2))
-    folder.add_samples(2, [{"question": "how many?", "response": text, "ground_truth": "72", "score": 1.0}])
+    folder.add_samples(
+        2, [{"question": "how many?", "response": text, "ground_truth": "72", "score": 1.0}]
+    )
     elements = open_page(render(read_run(folder.path)), OPEN_A_RESPONSE)
     assert errors_in(elements) == ""
     short, opened = shown_in(elements)
@@ -380,20 +425,28 @@ def test_every_logged_metric_has_a_chart_or_a_value_that_the_filter_finds(open_p
     assert "<img" not in elements
     everything, mine, timing, constant, nothing = shown_in(elements)
     num_metrics = len(metric_names(rows))
-    assert everything == ["critic/score/mean", f"mine/{HOSTILE}", f"{num_metrics} of {num_metrics} metrics"]
+    assert everything == [
+        "critic/score/mean",
+        f"mine/{HOSTILE}",
+        f"{num_metrics} of {num_metrics} metrics",
+    ]
     assert mine == [f"mine/{HOSTILE}", f"1 of {num_metrics} metrics"]
     assert timing == ["timing_s/adv", f"1 of {num_metrics} metrics"]
     assert constant == ["constant", f"1 of {num_metrics} metrics"]
     assert nothing == [f"0 of {num_metrics} metrics"]
 
 
-def test_the_overrides_of_other_placements_are_on_the_page_without_pointing(open_page: Open, tmp_path: Path) -> None:
+def test_the_overrides_of_other_placements_are_on_the_page_without_pointing(
+    open_page: Open, tmp_path: Path
+) -> None:
     run = read_run(write_run(tmp_path / "run", num_steps=6))
     others = page_data(run)["predicted"][1:]
     assert others
     elements = open_page(render(run))
     assert errors_in(elements) == ""
-    (section,) = re.findall(r"<h2>What other placements would have cost</h2>.*?</section>", elements, flags=re.DOTALL)
+    (section,) = re.findall(
+        r"<h2>What other placements would have cost</h2>.*?</section>", elements, flags=re.DOTALL
+    )
     chips = re.findall(r'<code [^>]*role="button" tabindex="0"[^>]*>(.*?)</code>', section)
     assert [html.unescape(chip) for chip in chips] == [overrides for _, overrides, *_ in others]
 

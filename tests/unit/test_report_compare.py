@@ -49,7 +49,10 @@ from rolepool.trainer.supervisor import wait_for
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     home = tmp_path_factory.mktemp("runs")
-    return [write_run(home / "standard", num_steps=20), write_run(home / "split", "split", num_steps=14, seed=1)]
+    return [
+        write_run(home / "standard", num_steps=20),
+        write_run(home / "split", "split", num_steps=14, seed=1),
+    ]
 
 
 def line_of(lines: list[Line], measure: str, run: str) -> Line:
@@ -109,15 +112,23 @@ def test_every_measure_asked_for_is_there(folders: list[Path]) -> None:
     assert {"pool/critic_pool/busy_fraction", "pool/critic_pool/peak_memory_gb (most)"} <= measures
     assert lines[0].measure == "timing_s/step" and lines[0].ratio is None
     assert line_of(lines, "val-core (last)", "split").mean == pytest.approx(14 / 19)
-    assert line_of(lines, "critic/score/mean (last 10%)", "standard").mean == pytest.approx((19 / 24 + 20 / 25) / 2)
+    assert line_of(lines, "critic/score/mean (last 10%)", "standard").mean == pytest.approx(
+        (19 / 24 + 20 / 25) / 2
+    )
 
 
 def test_a_slower_operation_is_found_and_an_equal_one_is_not(tmp_path: Path) -> None:
     one = write_run(tmp_path / "one", num_steps=30, seed=3)
     two = write_run(tmp_path / "two", num_steps=30, seed=4, slower={"update_actor": 1.5})
     lines = compare(read_runs([one, two]))
-    slower, equal = (line_of(lines, f"timing_s/{name}", "two").ratio for name in ("update_actor", "ref"))
-    assert slower is not None and slower.verdict == "more" and slower.value == pytest.approx(1.5, rel=0.03)
+    slower, equal = (
+        line_of(lines, f"timing_s/{name}", "two").ratio for name in ("update_actor", "ref")
+    )
+    assert (
+        slower is not None
+        and slower.verdict == "more"
+        and slower.value == pytest.approx(1.5, rel=0.03)
+    )
     assert equal is not None and equal.verdict == "within noise"
 
 
@@ -143,7 +154,9 @@ def test_runs_under_different_placements_do_the_same_work(folders: list[Path]) -
     assert list(notes_on(read_runs(folders))) == []
 
 
-def test_work_that_differs_is_listed_key_by_key_before_other_keys(tmp_path: Path, folders: list[Path]) -> None:
+def test_work_that_differs_is_listed_key_by_key_before_other_keys(
+    tmp_path: Path, folders: list[Path]
+) -> None:
     changed = ("data.train_batch_size=32", "actor_rollout_ref.rollout.n=2", "trainer.seed=5")
     other = write_run(tmp_path / "other", num_steps=8, overrides=changed)
     runs = read_runs([folders[0], other])
@@ -156,17 +169,24 @@ def test_work_that_differs_is_listed_key_by_key_before_other_keys(tmp_path: Path
         "  data.train_batch_size: 64 in standard, 32 in other",
         "  actor_rollout_ref.rollout.n: 1 in standard, 2 in other",
     ]
-    assert headline(runs, compare(runs)).endswith(" with 95% confidence; their work differs in 2 keys")
+    assert headline(runs, compare(runs)).endswith(
+        " with 95% confidence; their work differs in 2 keys"
+    )
 
 
 def test_runs_with_the_same_value_are_named_together() -> None:
-    difference = Difference("data.train_batch_size", {"one": "64", "two": "32", "three": "64"}, is_work=True)
+    difference = Difference(
+        "data.train_batch_size", {"one": "64", "two": "32", "three": "64"}, is_work=True
+    )
     assert str(difference) == "data.train_batch_size: 64 in one and three, 32 in two"
 
 
 def test_names_of_runs_are_no_difference(tmp_path: Path) -> None:
     names = ("trainer.experiment_name", "trainer.default_local_dir", "trainer.project_name")
-    runs = [write_run(tmp_path / name, num_steps=1, overrides=tuple(f"{key}={name}" for key in names)) for name in "ab"]
+    runs = [
+        write_run(tmp_path / name, num_steps=1, overrides=tuple(f"{key}={name}" for key in names))
+        for name in "ab"
+    ]
     assert differences(read_runs(runs)) == []
 
 
@@ -176,7 +196,9 @@ def test_long_values_that_differ_at_their_end_are_told_apart(tmp_path: Path) -> 
     for run, path in zip(runs, paths, strict=True):
         text = (run / "config.yaml").read_text()
         (run / "config.yaml").write_text(text.replace("recipes/shapes/qwen2.5-0.5b", path))
-    (found,) = [one for one in differences(read_runs(runs)) if one.key == "actor_rollout_ref.model.path"]
+    (found,) = [
+        one for one in differences(read_runs(runs)) if one.key == "actor_rollout_ref.model.path"
+    ]
     assert found.values == dict(zip("ab", paths, strict=True))
 
 
@@ -193,7 +215,11 @@ def test_runs_without_spans_or_without_generation_are_compared_all_the_same(
 ) -> None:
     one, two = (write_run(tmp_path / name, num_steps=3) for name in ("one", "two"))
     (one / "spans.jsonl").unlink()
-    kept = [line for line in (two / "spans.jsonl").read_text().splitlines() if '"operation": "gen"' not in line]
+    kept = [
+        line
+        for line in (two / "spans.jsonl").read_text().splitlines()
+        if '"operation": "gen"' not in line
+    ]
     (two / "spans.jsonl").write_text("\n".join(kept))
     assert rolepool("compare", str(one), str(two)).code == 0
     assert [file.name for file in (tmp_path / "comparison").iterdir()] == ["comparison.html"]
@@ -229,7 +255,10 @@ def test_the_command_prints_a_headline_and_a_table_and_writes_a_page(
     assert ended.code == 0
     assert "two: skipped 1 unreadable lines of spans.jsonl" in ended.err
     headline = ended.out.splitlines()[0]
-    assert re.fullmatch(r"two is 1\.\d\dx slower than a<b>\[red\]\$x\$, 1.\d\d to 1.\d\d with 95% confidence", headline)
+    assert re.fullmatch(
+        r"two is 1\.\d\dx slower than a<b>\[red\]\$x\$, 1.\d\d to 1.\d\d with 95% confidence",
+        headline,
+    )
     assert "timing_s/update_critic" in ended.out and "…" not in ended.out
     assert ended.out.splitlines()[-1] == str(tmp_path / "out" / "comparison.html")
     page = (tmp_path / "out" / "comparison.html").read_text()
@@ -238,7 +267,9 @@ def test_the_command_prints_a_headline_and_a_table_and_writes_a_page(
     assert "src=" not in page and "<script" not in page and "pool/critic_pool/busy_fraction" in page
 
 
-def test_the_legend_of_the_page_has_every_segment_of_its_lanes(tmp_path: Path, folders: list[Path]) -> None:
+def test_the_legend_of_the_page_has_every_segment_of_its_lanes(
+    tmp_path: Path, folders: list[Path]
+) -> None:
     runs = read_runs(folders)
     page = write_comparison(runs, compare(runs), tmp_path).read_text()
     section = page[page.index("A typical step of each run") : page.index("Mean times")]
@@ -262,16 +293,26 @@ def test_the_legend_of_the_page_has_every_segment_of_its_lanes(tmp_path: Path, f
 # Curves
 
 
-def test_rewards_and_scores_are_drawn_over_each_other_by_step_and_by_time(tmp_path: Path, folders: list[Path]) -> None:
+def test_rewards_and_scores_are_drawn_over_each_other_by_step_and_by_time(
+    tmp_path: Path, folders: list[Path]
+) -> None:
     runs = read_runs(folders)
     charts = {chart.title: chart for chart in charts_of(runs)}
-    titles = ["Reward by step", "Reward by time", "Validation score by step", "Validation score by time"]
+    titles = [
+        "Reward by step",
+        "Reward by time",
+        "Validation score by step",
+        "Validation score by time",
+    ]
     assert list(charts) == titles
     for chart in charts.values():
         assert [curve.run for curve in chart.curves] == ["standard", "split"]
         for curve in chart.curves:
-            assert all(LEFT <= x <= WIDTH - RIGHT and TOP <= y <= HEIGHT - BOTTOM for x, y in curve.path)
-    # The same rewards in the same steps, so by step one curve lies on the other; by time, the faster run is ahead.
+            assert all(
+                LEFT <= x <= WIDTH - RIGHT and TOP <= y <= HEIGHT - BOTTOM for x, y in curve.path
+            )
+    # The same rewards in the same steps, so by step one curve lies on the other; by time, the
+    # faster run is ahead.
     by_step, by_time = charts["Reward by step"].curves, charts["Reward by time"].curves
     assert by_step[0].path[:14] == by_step[1].path
     times_s = [sum(finite_values(run.metrics, "timing_s/step").values()) for run in runs.values()]
@@ -281,25 +322,38 @@ def test_rewards_and_scores_are_drawn_over_each_other_by_step_and_by_time(tmp_pa
     assert (ends[0] > ends[1]) == (times_s[0] > times_s[1])
     page = write_comparison(runs, compare(runs), tmp_path).read_text()
     assert page.count("<polyline") == 8
-    assert page.index("Reward by time") < page.index("A typical step") < page.index("Keys that differ")
+    assert (
+        page.index("Reward by time") < page.index("A typical step") < page.index("Keys that differ")
+    )
 
 
 def test_a_long_run_is_drawn_with_few_points(tmp_path: Path, folders: list[Path]) -> None:
     long = read_runs([folders[0]])["standard"]
-    rows = {step: {"critic/score/mean": step / 5000, "timing_s/step": 1.0} for step in range(1, 5001)}
+    rows = {
+        step: {"critic/score/mean": step / 5000, "timing_s/step": 1.0} for step in range(1, 5001)
+    }
     runs = {"long": replace(long, metrics=rows), "short": long}
     assert max(len(curve.path) for chart in charts_of(runs) for curve in chart.curves) == MAX_POINTS
     assert write_comparison(runs, compare(runs), tmp_path).stat().st_size < 100_000
 
 
-@pytest.mark.parametrize("rewards", [[0.0] * 6, [-3.0] * 6, [1e-9] * 6, [5.0], [float("nan"), 1.0], [-1e9, 1e9]])
-def test_curves_that_are_flat_short_or_extreme_stay_in_their_chart(folders: list[Path], rewards: list[float]) -> None:
+@pytest.mark.parametrize(
+    "rewards", [[0.0] * 6, [-3.0] * 6, [1e-9] * 6, [5.0], [float("nan"), 1.0], [-1e9, 1e9]]
+)
+def test_curves_that_are_flat_short_or_extreme_stay_in_their_chart(
+    folders: list[Path], rewards: list[float]
+) -> None:
     long = read_runs([folders[0]])["standard"]
-    rows = {step: {"critic/score/mean": reward, "timing_s/step": 1.0} for step, reward in enumerate(rewards, 1)}
+    rows = {
+        step: {"critic/score/mean": reward, "timing_s/step": 1.0}
+        for step, reward in enumerate(rewards, 1)
+    }
     for chart in charts_of({"one": replace(long, metrics=rows)}):
         assert chart.y_ticks
         (curve,) = chart.curves
-        assert all(LEFT <= x <= WIDTH - RIGHT and TOP <= y <= HEIGHT - BOTTOM for x, y in curve.path)
+        assert all(
+            LEFT <= x <= WIDTH - RIGHT and TOP <= y <= HEIGHT - BOTTOM for x, y in curve.path
+        )
 
 
 @pytest.mark.parametrize(
@@ -331,10 +385,15 @@ def test_measures_that_differ_significantly_come_first(tmp_path: Path) -> None:
     [
         (0.5, r"two is 1\.\d\dx faster than one, (1\.\d\d) to (1\.\d\d) with 95% confidence"),
         (1.5, r"two is 1\.\d\dx slower than one, (1\.\d\d) to (1\.\d\d) with 95% confidence"),
-        (1.0, r"no difference can be seen between two and one: [01]\.\d\dx as fast, (0\.\d\d) to (1\.\d\d) with .*"),
+        (
+            1.0,
+            r"no difference can be seen between two and one: [01]\.\d\dx as fast, (0\.\d\d) to (1\.\d\d) with .*",
+        ),
     ],
 )
-def test_the_headline_says_how_much_faster_a_run_is(tmp_path: Path, factor: float, expected: str) -> None:
+def test_the_headline_says_how_much_faster_a_run_is(
+    tmp_path: Path, factor: float, expected: str
+) -> None:
     one = write_run(tmp_path / "one", num_steps=30, seed=3)
     slower = {"update_actor": factor, "update_critic": factor}
     runs = read_runs([one, write_run(tmp_path / "two", num_steps=30, seed=4, slower=slower)])
@@ -346,11 +405,14 @@ def test_the_headline_says_how_much_faster_a_run_is(tmp_path: Path, factor: floa
 def test_few_steps_give_no_headline_verdict(tmp_path: Path, folders: list[Path]) -> None:
     runs = read_runs([folders[0], write_run(tmp_path / "few", num_steps=4)])
     assert (
-        headline(runs, compare(runs)) == "no verdict on few and standard: at least 5 steps after the warm-up are needed"
+        headline(runs, compare(runs))
+        == "no verdict on few and standard: at least 5 steps after the warm-up are needed"
     )
 
 
-def test_the_verdict_is_withheld_with_the_reason_if_a_run_had_outside_load(tmp_path: Path, folders: list[Path]) -> None:
+def test_the_verdict_is_withheld_with_the_reason_if_a_run_had_outside_load(
+    tmp_path: Path, folders: list[Path]
+) -> None:
     disturbed = write_run(tmp_path / "disturbed", num_steps=30)
     slow_down(disturbed, from_step=16)
     runs = read_runs([folders[0], disturbed])
@@ -365,10 +427,14 @@ def test_the_verdict_is_withheld_with_the_reason_if_a_run_had_outside_load(tmp_p
     assert f"<h1>{sentence}</h1>" in page and f"<li>disturbed: {reason}</li>" in page
 
 
-def test_the_headline_of_several_runs_is_one_sentence_about_the_first(tmp_path: Path, folders: list[Path]) -> None:
+def test_the_headline_of_several_runs_is_one_sentence_about_the_first(
+    tmp_path: Path, folders: list[Path]
+) -> None:
     one = write_run(tmp_path / "one", num_steps=30, seed=3)
     same = write_run(tmp_path / "same", num_steps=30, seed=4)
-    fast = write_run(tmp_path / "fast", num_steps=30, seed=5, slower={"update_actor": 0.5, "update_critic": 0.5})
+    fast = write_run(
+        tmp_path / "fast", num_steps=30, seed=5, slower={"update_actor": 0.5, "update_critic": 0.5}
+    )
     slow = write_run(tmp_path / "slow", num_steps=30, seed=6, slower={"update_actor": 2.0})
     few = write_run(tmp_path / "few", num_steps=3)
     disturbed = write_run(tmp_path / "disturbed", num_steps=30)
@@ -383,12 +449,17 @@ def test_the_headline_of_several_runs_is_one_sentence_about_the_first(tmp_path: 
 
 
 def slow_down(folder: Path, from_step: int) -> None:
-    """Make the later steps of a run three times as long, in which its GPUs are used a third as much."""
+    """Make the later steps of a run three times as long, in which its GPUs are used a third as
+    much."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         slower = 3 if row["step"] >= from_step else 1
-        row.update({name: value * slower for name, value in row.items() if name.startswith("timing_s/")})
-        row.update({name: value / slower for name, value in row.items() if name.endswith("/utilization")})
+        row.update(
+            {name: value * slower for name, value in row.items() if name.startswith("timing_s/")}
+        )
+        row.update(
+            {name: value / slower for name, value in row.items() if name.endswith("/utilization")}
+        )
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
@@ -425,7 +496,9 @@ def test_the_table_names_each_measure_once(folders: list[Path]) -> None:
         ["--run", "recipes/demo.yaml", "--", "split"],
     ],
 )
-def test_a_wrong_command_line_is_answered_in_one_line(rolepool: Callable[..., Any], arguments: list[str]) -> None:
+def test_a_wrong_command_line_is_answered_in_one_line(
+    rolepool: Callable[..., Any], arguments: list[str]
+) -> None:
     ended = rolepool("compare", *arguments)
     assert ended.code == 2 and ended.out == "" and len(ended.err.splitlines()) == 1
 
@@ -435,34 +508,50 @@ def test_a_wrong_command_line_is_answered_in_one_line(rolepool: Callable[..., An
 
 def test_words_are_strategies_or_lists_of_overrides() -> None:
     assert overrides_of("split") == ["placement.strategy=split"]
-    assert overrides_of("placement.strategy=custom,placement.pools.a=[1,1],placement.roles.actor=a") == [
-        *("placement.strategy=custom", "placement.pools.a=[1,1]", "placement.roles.actor=a")
-    ]
+    assert overrides_of(
+        "placement.strategy=custom,placement.pools.a=[1,1],placement.roles.actor=a"
+    ) == [*("placement.strategy=custom", "placement.pools.a=[1,1]", "placement.roles.actor=a")]
 
 
 def test_a_recipe_that_cannot_run_under_a_placement_is_refused_before_any_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("placement: {strategy: split, split: {share: 0.5}}\ntrainer: {n_gpus_per_node: 2}\n")
+    recipe.write_text(
+        "placement: {strategy: split, split: {share: 0.5}}\ntrainer: {n_gpus_per_node: 2}\n"
+    )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
         run_placements(str(recipe), [], ["split", "standard"], say=print, wait_for=wait_for)
-    assert any("with standard: placement.split.share=0.5" in problem for problem in refused.value.problems)
+    assert any(
+        "with standard: placement.split.share=0.5" in problem for problem in refused.value.problems
+    )
     assert not any("with split" in problem for problem in refused.value.problems)
     assert not (tmp_path / "runs").exists()
     more = ["trainer.seeed=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=3"]
     with pytest.raises(ConfigError) as refused:
-        run_placements(str(recipe), more, ["split", "placement.split.share=0.4"], say=print, wait_for=wait_for)
-    first, *_ = [problem for problem in refused.value.problems if "with split: trainer.seeed=1" in problem]
+        run_placements(
+            str(recipe), more, ["split", "placement.split.share=0.4"], say=print, wait_for=wait_for
+        )
+    first, *_ = [
+        problem for problem in refused.value.problems if "with split: trainer.seeed=1" in problem
+    ]
     assert "did you mean trainer.seed?" in first
     counts = "with split: actor_rollout_ref.rollout.tensor_model_parallel_size=3: must divide"
-    assert any(counts in problem for problem in refused.value.problems), "keys and counts in one round"
+    assert any(counts in problem for problem in refused.value.problems), (
+        "keys and counts in one round"
+    )
 
 
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
 def test_a_signal_ends_the_comparison_after_the_run_that_got_it(
-    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, error: type[BaseException]
+    tmp_path: Path,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    error: type[BaseException],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(root / "src"))
@@ -478,7 +567,9 @@ def test_a_signal_ends_the_comparison_after_the_run_that_got_it(
         )
     assert type(raised.value) is error
     assert said == ["training with standard; its output is in runs/compare_demo/standard.log"]
-    assert "data.train_files" in (tmp_path / "runs/compare_demo/standard.log").read_text(encoding="utf-8")
+    assert "data.train_files" in (tmp_path / "runs/compare_demo/standard.log").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.slow
@@ -495,10 +586,22 @@ def test_a_recipe_is_trained_under_placements_and_one_that_fails_does_not_stop_t
     earlier.mkdir(parents=True)
     steps = ("trainer.total_training_steps=3", "trainer.test_freq=-1")
     failing = "placement.strategy=split,data.train_files=nowhere.jsonl"
-    ended = rolepool("compare", "--run", str(root / "recipes/demo.yaml"), *steps, "--", "standard", failing, "split")
+    ended = rolepool(
+        "compare",
+        "--run",
+        str(root / "recipes/demo.yaml"),
+        *steps,
+        "--",
+        "standard",
+        failing,
+        "split",
+    )
     assert ended.code == 2
     name = "strategy=split_data.train_files=nowhere.jsonl"
-    assert f"error: {name}: training ended with code 2; the end of runs/compare_demo_2/{name}.log:" in ended.err
+    assert (
+        f"error: {name}: training ended with code 2; the end of runs/compare_demo_2/{name}.log:"
+        in ended.err
+    )
     assert "data.train_files" in ended.err.splitlines()[-1]
     assert "runs/compare_demo_2/comparison/comparison.html" in ended.out.splitlines()
     (line,) = [line for line in ended.out.splitlines() if line.startswith("perf/throughput")]

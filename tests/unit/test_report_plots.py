@@ -43,10 +43,15 @@ def size_of_png(file: Path) -> tuple[int, int]:
 
 
 def test_each_kind_of_plot_is_written_for_runs_that_have_its_numbers(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / "one", num_steps=4), write_run(tmp_path / "two", "split", num_steps=3)]
+    runs = [
+        write_run(tmp_path / "one", num_steps=4),
+        write_run(tmp_path / "two", "split", num_steps=3),
+    ]
     written = plot_logs(runs, tmp_path / "out")
     names = {"overview", "timings", "time_per_token", "throughput", "memory", "comparison"}
-    assert {file.name for file in written} == {f"{name}.png" for name in names} | {"timing_metrics.csv"}
+    assert {file.name for file in written} == {f"{name}.png" for name in names} | {
+        "timing_metrics.csv"
+    }
     assert written[1].name == "overview.png"
     for file in written[1:]:
         width, height = size_of_png(file)
@@ -76,14 +81,20 @@ def test_the_csv_holds_the_parsed_numbers_exactly(tmp_path: Path) -> None:
     for line, (name, step, row) in zip(lines, parsed, strict=True):
         numbers = {key: text for key, text in line.items() if key not in ("run", "step") and text}
         assert (line["run"], int(line["step"])) == (name, step)
-        assert {key: repr(float(text)) for key, text in numbers.items()} == {key: repr(row[key]) for key in row}
+        assert {key: repr(float(text)) for key, text in numbers.items()} == {
+            key: repr(row[key]) for key in row
+        }
 
 
-def test_bars_are_as_high_as_the_means_and_labelled_with_the_ratio_to_the_first(tmp_path: Path) -> None:
+def test_bars_are_as_high_as_the_means_and_labelled_with_the_ratio_to_the_first(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.log").write_text(
         "step:1 - timing_s/gen:1 - timing_s/step:4\nstep:2 - timing_s/gen:3 - timing_s/step:4"
     )
-    (tmp_path / "b.log").write_text("step:1 - timing_s/gen:5 - timing_s/step:2 - timing_s/generate_sequences:4")
+    (tmp_path / "b.log").write_text(
+        "step:1 - timing_s/gen:5 - timing_s/step:2 - timing_s/generate_sequences:4"
+    )
     logs = read_logs([tmp_path / "a.log", tmp_path / "b.log"])
     with style():
         axes = new_figure(3).subplots()
@@ -104,7 +115,9 @@ def test_no_title_or_legend_is_cut_off_however_long_the_names_are(tmp_path: Path
     names = ["a_run_with_a_long_name_" * 4, "b" * 90]
     for name in names:
         row = f"timing_s/gen:1 - timing_s/step:2 - {REWARD}:0.5 - perf/throughput:9 - pool/{pool}/peak_memory_gb:1"
-        (tmp_path / f"{name}.log").write_text(f"step:1 - {row} - pool/critic_pool/peak_memory_gb:2\n")
+        (tmp_path / f"{name}.log").write_text(
+            f"step:1 - {row} - pool/critic_pool/peak_memory_gb:2\n"
+        )
     logs = read_logs([tmp_path / f"{name}.log" for name in names])
     memory = dict.fromkeys(sorted(key for key in logs[names[0]][1] if key.endswith("_gb")), "GiB")
     with style():
@@ -112,13 +125,18 @@ def test_no_title_or_legend_is_cut_off_however_long_the_names_are(tmp_path: Path
             assert figure is not None
             figure.draw_without_rendering()
             artists: list[Artist] = [axes._left_title for axes in figure.axes]  # type: ignore[attr-defined]
-            artists += [*figure.legends, *(legend for axes in figure.axes if (legend := axes.get_legend()))]
+            artists += [
+                *figure.legends,
+                *(legend for axes in figure.axes if (legend := axes.get_legend())),
+            ]
             for artist in artists:
                 box = artist.get_window_extent()
                 assert box.x0 >= -1 and box.x1 <= figure.bbox.x1 + 1, artist
 
 
-def test_panels_of_several_logs_have_the_same_time_axis_and_all_begin_at_zero(tmp_path: Path) -> None:
+def test_panels_of_several_logs_have_the_same_time_axis_and_all_begin_at_zero(
+    tmp_path: Path,
+) -> None:
     for name, seconds in (("short", 1), ("long", 50)):
         (tmp_path / f"{name}.log").write_text(
             f"step:1 - timing_s/gen:{seconds} - timing_s/step:{seconds} - {REWARD}:0.5"
@@ -130,9 +148,13 @@ def test_panels_of_several_logs_have_the_same_time_axis_and_all_begin_at_zero(tm
     assert {low for low, _ in limits} == {0}
 
 
-def test_the_script_is_the_command(tmp_path: Path, python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_the_script_is_the_command(
+    tmp_path: Path, python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     (tmp_path / "verl.log").write_text(VERL_LOG)
-    ended = python("plot_timing_metrics.py", str(tmp_path / "verl.log"), "--output-dir", str(tmp_path / "out"))
+    ended = python(
+        "plot_timing_metrics.py", str(tmp_path / "verl.log"), "--output-dir", str(tmp_path / "out")
+    )
     assert ended.returncode == 0, ended.stderr
     assert str(tmp_path / "out" / "overview.png") in ended.stdout.splitlines()
 
@@ -153,6 +175,11 @@ def test_operations_have_colours_of_their_own() -> None:
 
 
 def test_unknown_operations_come_last_and_have_a_colour_too() -> None:
-    assert in_step_order(["zip", "update_actor", "gen", "archive"]) == ["gen", "update_actor", "archive", "zip"]
+    assert in_step_order(["zip", "update_actor", "gen", "archive"]) == [
+        "gen",
+        "update_actor",
+        "archive",
+        "zip",
+    ]
     colors = colors_for(["archive", "gen", "zip"])
     assert colors["gen"] == OPERATIONS["gen"].color and colors["archive"] != colors["zip"]

@@ -18,7 +18,9 @@ from rolepool.report.run import read_run
 from rolepool.report.views import page_data
 
 PARTS = (Part("fetch", 0.5),)
-SPAN = Span("a", "actor", 1, "update_actor", 1.0, 2.0, 3.5, "n0", "cuda:1", 7, (5, 6), 8, 9, 10, 11, PARTS)
+SPAN = Span(
+    "a", "actor", 1, "update_actor", 1.0, 2.0, 3.5, "n0", "cuda:1", 7, (5, 6), 8, 9, 10, 11, PARTS
+)
 GPU = {"utilization": 50, "memory_bytes": 1, "memory_total_bytes": 4, "pools": ["a"]}
 PROCESS = {"pool": "a", "cpu_percent": 9.5, "memory_bytes": 2}
 READ_MOMENT = {"time_s": 5.0, "gpus": [GPU], "processes": [PROCESS]}
@@ -52,7 +54,13 @@ def append(folder: RunFolder, name: str, text: str | bytes) -> None:
 
 def test_the_end_of_a_long_file_begins_with_a_whole_line(folder: RunFolder) -> None:
     length = (folder.path / "spans.jsonl").stat().st_size // 2
-    for last_bytes, steps in ((0, []), (length - 1, []), (length, [2]), (length + 1, [2]), (2 * length, [1, 2])):
+    for last_bytes, steps in (
+        (0, []),
+        (length - 1, []),
+        (length, [2]),
+        (length + 1, [2]),
+        (2 * length, [1, 2]),
+    ):
         run = read_run(folder.path, last_bytes)
         assert [recorded.step for recorded in run.spans] == steps
         assert run.notes == []
@@ -70,13 +78,17 @@ def test_a_run_is_read_back_as_it_was_written(folder: RunFolder) -> None:
 
 
 def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere: is not a folder; give the folder a run wrote to"):
+    with pytest.raises(
+        ConfigError, match=r"nowhere: is not a folder; give the folder a run wrote to"
+    ):
         read_run(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"has no config\.yaml, metrics\.jsonl or spans\.jsonl"):
         read_run(tmp_path)
 
 
-def test_a_run_that_was_killed_before_its_first_step_is_a_run_without_rows(folder: RunFolder) -> None:
+def test_a_run_that_was_killed_before_its_first_step_is_a_run_without_rows(
+    folder: RunFolder,
+) -> None:
     for name in ("plan.json", "metrics.jsonl", "spans.jsonl", "monitor.jsonl"):
         (folder.path / name).unlink()
     run = read_run(folder.path)
@@ -102,7 +114,9 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("line", UNREADABLE.values(), ids=UNREADABLE)
-def test_an_unreadable_span_is_skipped_and_counted_and_the_next_one_read(folder: RunFolder, line: str | bytes) -> None:
+def test_an_unreadable_span_is_skipped_and_counted_and_the_next_one_read(
+    folder: RunFolder, line: str | bytes
+) -> None:
     append(folder, "spans.jsonl", line)
     append(folder, "spans.jsonl", "\n")
     folder.add_spans([Recorded(4, "gen", SPAN)])
@@ -112,7 +126,9 @@ def test_an_unreadable_span_is_skipped_and_counted_and_the_next_one_read(folder:
 
 
 def test_fields_unknown_here_are_ignored(folder: RunFolder) -> None:
-    append(folder, "spans.jsonl", SPAN_LINE.replace('"step": 3', '"step": 3, "new": {"x": []}') + "\n")
+    append(
+        folder, "spans.jsonl", SPAN_LINE.replace('"step": 3', '"step": 3, "new": {"x": []}') + "\n"
+    )
     append(folder, "monitor.jsonl", json.dumps({**MOMENT, "new": 1}) + "\n")
     run = read_run(folder.path)
     assert run.spans[2] == Recorded(3, "gen", SPAN)
@@ -123,7 +139,13 @@ def test_fields_unknown_here_are_ignored(folder: RunFolder) -> None:
 def test_unreadable_rows_and_moments_are_counted_by_file_and_a_loss_that_is_not_a_number_is_no_damage(
     folder: RunFolder,
 ) -> None:
-    for line in ('{"step": 3, "a": "b"}', '{"step": 3, "a": true}', '{"a": 1.0}', '{"step": 1.5}', '{"step": 3, "a"'):
+    for line in (
+        '{"step": 3, "a": "b"}',
+        '{"step": 3, "a": true}',
+        '{"a": 1.0}',
+        '{"step": 1.5}',
+        '{"step": 3, "a"',
+    ):
         append(folder, "metrics.jsonl", line + "\n")
     folder.add_metrics(3, {"actor/pg_loss": math.nan})
     append(folder, "monitor.jsonl", json.dumps({**MOMENT, "gpus": [{"index": 0}]}) + '\n{"time_s"')

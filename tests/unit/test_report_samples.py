@@ -1,4 +1,5 @@
-"""The responses on the report page: which are shown, and that no folder makes the page large or break."""
+"""The responses on the report page: which are shown, and that no folder makes the page large or
+break."""
 
 from __future__ import annotations
 
@@ -22,15 +23,28 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def sample(**columns: Any) -> dict[str, Any]:
-    return {"prompt": "user: 1+1? assistant:", "question": "1+1?", "response": "2", "score": 1.0, **columns}
+    return {
+        "prompt": "user: 1+1? assistant:",
+        "question": "1+1?",
+        "response": "2",
+        "score": 1.0,
+        **columns,
+    }
 
 
-def test_the_newest_validation_comes_first_with_questions_scores_and_other_numbers(folder: RunFolder) -> None:
-    folder.add_samples(0, [sample(score=0.0, ground_truth=["2", "two"], data_source="sums", format=0.5)])
+def test_the_newest_validation_comes_first_with_questions_scores_and_other_numbers(
+    folder: RunFolder,
+) -> None:
+    folder.add_samples(
+        0, [sample(score=0.0, ground_truth=["2", "two"], data_source="sums", format=0.5)]
+    )
     folder.add_samples(2, [sample(), sample(score=0.5)])
     newest, first = samples_of(read_run(folder.path))["groups"]
     assert (newest["step"], newest["num"]) == (2, 2)
-    assert (newest["score"], first["score"]) == (pytest.approx(2 / 7), 0.1)  # those of all responses, not of these
+    assert (newest["score"], first["score"]) == (
+        pytest.approx(2 / 7),
+        0.1,
+    )  # those of all responses, not of these
     assert first["rows"] == [["1+1?", "2", '["2", "two"]', 0.0, "sums", {"format": 0.5}]]
 
 
@@ -40,7 +54,11 @@ def test_responses_of_training_steps_come_after_validations(folder: RunFolder) -
     folder.add_samples(0, [sample()])
     run = read_run(folder.path)
     found = samples_of(run)["groups"]
-    assert [(one["kind"], one["step"]) for one in found] == [("validation", 0), ("training", 2), ("training", 1)]
+    assert [(one["kind"], one["step"]) for one in found] == [
+        ("validation", 0),
+        ("training", 2),
+        ("training", 1),
+    ]
     assert found[1]["rows"][0][1] == "answer 2"
     assert found[1]["score"] == run.metrics[2]["critic/score/mean"]
 
@@ -53,7 +71,9 @@ def test_a_run_of_an_older_version_shows_its_prompts(folder: RunFolder) -> None:
     assert validation["rows"][0][0] == "user: 1+1? assistant:"
 
 
-def test_of_many_validations_the_first_the_last_and_some_between_are_shown(folder: RunFolder) -> None:
+def test_of_many_validations_the_first_the_last_and_some_between_are_shown(
+    folder: RunFolder,
+) -> None:
     for step in range(100):
         folder.add_samples(step, [sample()])
     found = samples_of(read_run(folder.path))
@@ -73,7 +93,9 @@ def test_long_texts_and_many_responses_are_cut_and_said(folder: RunFolder) -> No
 
 
 def test_what_is_no_response_is_skipped_and_counted(folder: RunFolder) -> None:
-    folder.add_samples(3, [sample(score=float("nan"), extra=10**400), sample(score="high", response=None)])
+    folder.add_samples(
+        3, [sample(score=float("nan"), extra=10**400), sample(score="high", response=None)]
+    )
     file = folder.path / "validation" / "step_000003.jsonl"
     deep = "[" * 5_000 + "]" * 5_000
     with file.open("ab") as lines:
@@ -88,7 +110,9 @@ def test_what_is_no_response_is_skipped_and_counted(folder: RunFolder) -> None:
     assert "Infinity" not in render(run)
 
 
-def test_only_the_beginning_of_a_large_file_is_read(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_beginning_of_a_large_file_is_read(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder.add_samples(3, [sample()] * 50)
     length = len(json.dumps(sample())) + 1
     monkeypatch.setattr(limits, "MAX_FILE_BYTES", 10 * length + 5)

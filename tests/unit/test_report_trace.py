@@ -1,4 +1,5 @@
-"""The trace obeys the rules of Chrome's format, as Perfetto reads it, and tells what the spans tell."""
+"""The trace obeys the rules of Chrome's format, as Perfetto reads it, and tells what the spans
+tell."""
 
 from __future__ import annotations
 
@@ -17,10 +18,30 @@ Event = dict[str, Any]
 
 
 def recorded(
-    operation: str, pool: str, rank: int, start: float, end: float, call: int, after: tuple[int, ...] = ()
+    operation: str,
+    pool: str,
+    rank: int,
+    start: float,
+    end: float,
+    call: int,
+    after: tuple[int, ...] = (),
 ) -> Recorded:
     span = Span(
-        pool, "role", rank, operation, AT_S, AT_S + start, AT_S + end, "n0", "cuda:0", call, after, 4, 99, 7, 12
+        pool,
+        "role",
+        rank,
+        operation,
+        AT_S,
+        AT_S + start,
+        AT_S + end,
+        "n0",
+        "cuda:0",
+        call,
+        after,
+        4,
+        99,
+        7,
+        12,
     )
     return Recorded(1, operation, span._replace(parts=(Part("forward", 0.5),)))
 
@@ -53,7 +74,11 @@ def of_kind(events: list[Event], kind: str) -> list[Event]:
 
 def names(events: list[Event], what: str) -> dict[int, str]:
     number = "pid" if what == "process_name" else "tid"
-    return {event[number]: event["args"]["name"] for event in of_kind(events, "M") if event["name"] == what}
+    return {
+        event[number]: event["args"]["name"]
+        for event in of_kind(events, "M")
+        if event["name"] == what
+    }
 
 
 def test_every_event_has_the_fields_its_kind_needs(events: list[Event]) -> None:
@@ -87,7 +112,10 @@ def test_slices_are_the_spans_in_microseconds(events: list[Event]) -> None:
         assert event["ts"] == pytest.approx((each.span.start_s - origin_s) * 1e6, abs=1)
         assert event["dur"] == pytest.approx(each.span.duration_s * 1e6, abs=1)
     args = found["gen", "a", 0]["args"]
-    kept = {name: args[name] for name in ("step", "role", "num_rows", "num_tokens", "peak_memory_bytes", "parts")}
+    kept = {
+        name: args[name]
+        for name in ("step", "role", "num_rows", "num_tokens", "peak_memory_bytes", "parts")
+    }
     assert kept == {
         "step": 1,
         "role": "role",
@@ -98,7 +126,9 @@ def test_slices_are_the_spans_in_microseconds(events: list[Event]) -> None:
     }
 
 
-def test_slices_of_a_thread_are_in_the_order_of_time_and_do_not_overlap(events: list[Event]) -> None:
+def test_slices_of_a_thread_are_in_the_order_of_time_and_do_not_overlap(
+    events: list[Event],
+) -> None:
     free: dict[int, int] = {}
     for event in of_kind(events, "X"):
         assert event["ts"] >= free.get(event["tid"], 0)
@@ -106,17 +136,21 @@ def test_slices_of_a_thread_are_in_the_order_of_time_and_do_not_overlap(events: 
 
 
 def slice_at(events: list[Event], arrow: Event) -> Event:
-    """The slice that an arrow's end is on: it begins at that time or before, and lasts longer, or no time at all."""
+    """The slice that an arrow's end is on: it begins at that time or before, and lasts longer, or
+    no time at all."""
     (found,) = [
         event
         for event in of_kind(events, "X")
-        if event["tid"] == arrow["tid"] and event["ts"] <= arrow["ts"] < event["ts"] + max(event["dur"], 1)
+        if event["tid"] == arrow["tid"]
+        and event["ts"] <= arrow["ts"] < event["ts"] + max(event["dur"], 1)
     ]
     assert events.index(found) < events.index(arrow)
     return found
 
 
-def test_arrows_lead_from_the_slowest_rank_of_each_call_to_every_span_it_fed(events: list[Event]) -> None:
+def test_arrows_lead_from_the_slowest_rank_of_each_call_to_every_span_it_fed(
+    events: list[Event],
+) -> None:
     starts = {event["id"]: event for event in of_kind(events, "s")}
     ends = {event["id"]: event for event in of_kind(events, "f")}
     assert set(starts) == set(ends)

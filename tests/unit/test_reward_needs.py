@@ -37,7 +37,10 @@ def first_problem(folder: Path, row: dict[str, Any], *more: str) -> str:
 
 def own(folder: Path, text: str, name: str = "compute_score") -> list[str]:
     (folder / "mine.py").write_text(text, encoding="utf-8")
-    return [f"custom_reward_function.path={folder / 'mine.py'}", f"custom_reward_function.name={name}"]
+    return [
+        f"custom_reward_function.path={folder / 'mine.py'}",
+        f"custom_reward_function.name={name}",
+    ]
 
 
 USES_TRUTH = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return ground_truth\n"
@@ -65,7 +68,9 @@ def test_a_rule_needs_a_ground_truth_and_the_likely_column_is_named(tmp_path: Pa
         (("prompt",), None),
     ],
 )
-def test_the_column_that_looks_like_the_answer(columns: tuple[str, ...], expected: str | None) -> None:
+def test_the_column_that_looks_like_the_answer(
+    columns: tuple[str, ...], expected: str | None
+) -> None:
     assert likely_answer(dict.fromkeys(columns, "x"), "question") == expected
 
 
@@ -78,7 +83,9 @@ def test_a_function_that_uses_the_ground_truth_needs_one(tmp_path: Path) -> None
     assert (
         find_problems(
             load_config(
-                overrides=data_keys(tmp_path, [{"question": "a", "answer": "b"}], *keys, "data.answer_key=answer")
+                overrides=data_keys(
+                    tmp_path, [{"question": "a", "answer": "b"}], *keys, "data.answer_key=answer"
+                )
             ).config
         )
         == []
@@ -104,43 +111,72 @@ def test_a_function_that_can_do_without_needs_none(tmp_path: Path, text: str) ->
 
 
 def test_a_function_for_batches_needs_the_columns_that_it_names(tmp_path: Path) -> None:
-    text = "async def f(completions, answer, level, scale, hint=None, **kwargs):\n    return answer\n"
+    text = (
+        "async def f(completions, answer, level, scale, hint=None, **kwargs):\n    return answer\n"
+    )
     keys = [*own(tmp_path, text, "f"), "custom_reward_function.reward_kwargs={scale: 1}"]
     assert first_problem(tmp_path, {"question": "a", "answer": "b"}, *keys) == (
         "there is no column level, and f has a parameter with this name; name the column like that, or give the "
         "parameter a default (columns: question, answer)"
     )
-    with_key = first_problem(tmp_path, {"question": "a", "answer": None, "level": 1}, *keys, "data.answer_key=answer")
-    assert with_key.startswith("answer is null, and f needs it; write an answer, or remove such rows, or write")
+    with_key = first_problem(
+        tmp_path, {"question": "a", "answer": None, "level": 1}, *keys, "data.answer_key=answer"
+    )
+    assert with_key.startswith(
+        "answer is null, and f needs it; write an answer, or remove such rows, or write"
+    )
 
 
-def test_null_in_some_rows_is_one_line_with_the_first_row_and_their_number(tmp_path: Path, model: Path) -> None:
-    rows = [{"question": "a b", "answer": None if number in (2, 3, 5) else "a"} for number in range(1, 8)]
-    more = ["data.answer_key=answer", f"actor_rollout_ref.model.path={model}", *own(tmp_path, USES_TRUTH)]
+def test_null_in_some_rows_is_one_line_with_the_first_row_and_their_number(
+    tmp_path: Path, model: Path
+) -> None:
+    rows = [
+        {"question": "a b", "answer": None if number in (2, 3, 5) else "a"}
+        for number in range(1, 8)
+    ]
+    more = [
+        "data.answer_key=answer",
+        f"actor_rollout_ref.model.path={model}",
+        *own(tmp_path, USES_TRUTH),
+    ]
     config = load_config(overrides=data_keys(tmp_path, rows, *more)).config
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     with pytest.raises(DataError) as caught:
         PromptSet("train", config, tokenizer)
     (line,) = caught.value.problems
-    assert line.startswith(f"{tmp_path / 'train.jsonl'}, line 2: answer is null, and compute_score needs it; ")
+    assert line.startswith(
+        f"{tmp_path / 'train.jsonl'}, line 2: answer is null, and compute_score needs it; "
+    )
     assert line.endswith("(3 of 7 rows have this problem)")
 
 
-def uses_truth(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+def uses_truth(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> float:
     return float(solution_str == ground_truth)
 
 
 def test_a_function_of_a_python_program_is_looked_at_too(tmp_path: Path, model: Path) -> None:
-    keys = ["custom_reward_function.path=(a Python function)", f"actor_rollout_ref.model.path={model}"]
-    config = load_config(overrides=data_keys(tmp_path, [{"question": "a", "label": "b"}], *keys)).config
+    keys = [
+        "custom_reward_function.path=(a Python function)",
+        f"actor_rollout_ref.model.path={model}",
+    ]
+    config = load_config(
+        overrides=data_keys(tmp_path, [{"question": "a", "label": "b"}], *keys)
+    ).config
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    with pytest.raises(DataError, match=r"uses_truth needs it; set data.answer_key=label, or write ground_truth=None"):
+    with pytest.raises(
+        DataError,
+        match=r"uses_truth needs it; set data.answer_key=label, or write ground_truth=None",
+    ):
         PromptSet("train", config, tokenizer, uses_truth)
     assert len(PromptSet("train", config, tokenizer, len)) == 1
 
 
 def test_a_model_or_an_environment_that_scores_needs_no_ground_truth(tmp_path: Path) -> None:
-    keys = data_keys(tmp_path, [{"question": "a"}], "reward_model.enable=true", "reward_model.model.path=m")
+    keys = data_keys(
+        tmp_path, [{"question": "a"}], "reward_model.enable=true", "reward_model.model.path=m"
+    )
     assert find_problems(load_config(overrides=keys).config) == []
 
 

@@ -1,4 +1,5 @@
-"""A user's reward function runs in a child process: no sample can hold up the others, or end the run silently."""
+"""A user's reward function runs in a child process: no sample can hold up the others, or end the
+run silently."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ OnError = Literal["abort", "zero"]
 
 
 def process_of(
-    function: Callable[..., Any], timeout_s: float = 30.0, on_error: OnError = "zero", num_at_once: int = 1, **more: Any
+    function: Callable[..., Any],
+    timeout_s: float = 30.0,
+    on_error: OnError = "zero",
+    num_at_once: int = 1,
+    **more: Any,
 ) -> ScoringProcesses:
     keys = {"name": "mine", "timeout_s": timeout_s, "on_error": on_error, **more}
     config = load_config([{"custom_reward_function": keys}]).config
@@ -87,7 +92,9 @@ def test_a_function_that_does_not_return_is_stopped_and_the_other_rows_are_score
     response: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     begin_s = time.monotonic()
-    scored = process_of(misbehave, timeout_s=1.5).score_rows(rows("a", response, "bb", response, "ccc"))
+    scored = process_of(misbehave, timeout_s=1.5).score_rows(
+        rows("a", response, "bb", response, "ccc")
+    )
     assert time.monotonic() - begin_s < 60
     assert [one.score for one in scored] == [1, 0, 2, 0, 3]
     assert [one.numbers["failed"] for one in scored] == [0, 1, 0, 1, 0]
@@ -113,14 +120,22 @@ def test_every_way_to_fail_names_the_row(response: str, problem: str) -> None:
     process = process_of(misbehave, timeout_s=1.5, on_error="abort")
     error = error_of(process, "a", response, "b")
     assert isinstance(error, SampleError)
-    assert pytest.approx(1) == process.score_rows(rows("a"))[0].score, "the next batch is not affected"
-    assert re.fullmatch(f"reward=mine: {problem}, for line 2; the response is {response!r}", str(error))
+    assert pytest.approx(1) == process.score_rows(rows("a"))[0].score, (
+        "the next batch is not affected"
+    )
+    assert re.fullmatch(
+        f"reward=mine: {problem}, for line 2; the response is {response!r}", str(error)
+    )
 
 
 @pytest.mark.parametrize("on_error", ["abort", "zero"])
 @pytest.mark.parametrize("response", ["none", "nan"])
-def test_a_result_that_is_no_number_is_an_error_in_both_modes(response: str, on_error: OnError) -> None:
-    error = error_of(process_of(misbehave, on_error=on_error), "fail" if on_error == "zero" else "a", response)
+def test_a_result_that_is_no_number_is_an_error_in_both_modes(
+    response: str, on_error: OnError
+) -> None:
+    error = error_of(
+        process_of(misbehave, on_error=on_error), "fail" if on_error == "zero" else "a", response
+    )
     assert str(error).endswith(f"for line 2; the response is {response!r}")
     assert not isinstance(error, SampleError)
 
@@ -142,7 +157,9 @@ process = process_of(misbehave)
 print(int(process.score_rows(rows("pid"))[0].score), flush=True)
 process.score_rows(rows("spin in C"))
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         time.sleep(0.2)
@@ -151,11 +168,18 @@ process.score_rows(rows("spin in C"))
 
 
 def test_a_batch_of_cheap_rows_costs_little_more_than_in_this_process() -> None:
-    function = load_reward_function(load_config(overrides=["custom_reward_function.name=mine"]).config, misbehave)
-    process, batch = process_of(misbehave, on_error="abort"), rows(*["some words of a response"] * 2000)
+    function = load_reward_function(
+        load_config(overrides=["custom_reward_function.name=mine"]).config, misbehave
+    )
+    process, batch = (
+        process_of(misbehave, on_error="abort"),
+        rows(*["some words of a response"] * 2000),
+    )
     process.score_rows(batch)
     gc.collect()
-    here_s, child_s = (min(seconds(one.score_rows, batch) for _ in range(5)) for one in (function, process))
+    here_s, child_s = (
+        min(seconds(one.score_rows, batch) for _ in range(5)) for one in (function, process)
+    )
     assert child_s - here_s < 0.000_05 * len(batch)
 
 

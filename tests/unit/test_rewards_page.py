@@ -1,4 +1,5 @@
-"""The judge of docs/rewards.md scores responses over HTTP, and the benchmark measures what it says."""
+"""The judge of docs/rewards.md scores responses over HTTP, and the benchmark measures what it
+says."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def url(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
 
 def rows(count: int) -> list[Row]:
     inputs = {"data_source": "sums", "ground_truth": "4", "extra_info": {}}
-    return [Row(f"line {number}", {**inputs, "solution_str": f"It is {number}."}) for number in range(count)]
+    return [
+        Row(f"line {number}", {**inputs, "solution_str": f"It is {number}."})
+        for number in range(count)
+    ]
 
 
 def test_the_judge_of_the_page_has_less_than_15_lines(benchmark: ModuleType) -> None:
@@ -44,7 +48,9 @@ def test_the_judge_of_the_page_has_less_than_15_lines(benchmark: ModuleType) -> 
 
 
 @pytest.mark.usefixtures("url")
-def test_the_judge_of_the_page_scores_many_responses_at_the_same_time(benchmark: ModuleType, judge_file: Path) -> None:
+def test_the_judge_of_the_page_scores_many_responses_at_the_same_time(
+    benchmark: ModuleType, judge_file: Path
+) -> None:
     together_s = benchmark.seconds(benchmark.reward_of(judge_file, 32), 64, 32)
     alone_s = benchmark.seconds(benchmark.reward_of(judge_file, 1), 64, 1)
     assert alone_s > 64 * 0.05
@@ -52,7 +58,9 @@ def test_the_judge_of_the_page_scores_many_responses_at_the_same_time(benchmark:
 
 
 @pytest.mark.usefixtures("url")
-def test_the_judge_as_a_plain_function_runs_in_processes(benchmark: ModuleType, judge_file: Path) -> None:
+def test_the_judge_as_a_plain_function_runs_in_processes(
+    benchmark: ModuleType, judge_file: Path
+) -> None:
     judge_file.write_text(benchmark.without_async(benchmark.example()), encoding="utf-8")
     assert "async def" not in judge_file.read_text()
     alone_s = benchmark.seconds(benchmark.reward_of(judge_file, 1), 32, 1)

@@ -41,7 +41,8 @@ NAMES = {*ROLE_SPECS, Role.ActorRollout}
 def branches_on_roles(tree: ast.AST) -> Iterator[int]:
     """Lines that name a role in a comparison, a `match`, or as the keys of a table.
 
-    Operations and columns of data have names of roles too, so a table counts only if all its keys are such names.
+    Operations and columns of data have names of roles too, so a table counts only if all its keys
+    are such names.
     """
     for node in ast.walk(tree):
         parts: list[ast.expr | None] = []
@@ -61,7 +62,11 @@ def names_a_role(node: ast.expr) -> bool:
         return any(names_a_role(item) for item in node.elts)
     if isinstance(node, ast.Constant):
         return node.value in NAMES
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Role"
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "Role"
+    )
 
 
 def test_nobody_else_branches_on_a_roles_name(root: Path) -> None:
@@ -77,7 +82,12 @@ def test_nobody_else_branches_on_a_roles_name(root: Path) -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["role is Role.Actor", "name == 'critic'", "x = {Role.Critic: 1}", "role in (Role.Actor, Role.Critic)"],
+    [
+        "role is Role.Actor",
+        "name == 'critic'",
+        "x = {Role.Critic: 1}",
+        "role in (Role.Actor, Role.Critic)",
+    ],
 )
 def test_the_walk_finds_such_a_branch(code: str) -> None:
     assert list(branches_on_roles(ast.parse(code))) == [1]
@@ -88,16 +98,30 @@ def test_every_role_has_a_row_whose_keys_and_methods_exist() -> None:
         worker_class = import_object(role, spec.worker)
         assert worker_class.role == role == spec.name
         assert {spec.section, spec.model, spec.fsdp or spec.model} <= all_sections()
-        keys = [key for _, batched in spec.batched for key in (batched.rows, batched.tokens, batched.by_tokens)]
-        named = [*keys, f"{spec.model}.path", spec.tensor_parallel, spec.max_length, spec.memory_key or None]
+        keys = [
+            key
+            for _, batched in spec.batched
+            for key in (batched.rows, batched.tokens, batched.by_tokens)
+        ]
+        named = [
+            *keys,
+            f"{spec.model}.path",
+            spec.tensor_parallel,
+            spec.max_length,
+            spec.memory_key or None,
+        ]
         named.append(spec.checkpoints_to_keep)
         assert {key for key in named if key is not None} <= {*all_keys()}
-        assert {operation.method for operation in spec.operations} <= {*registered_methods(worker_class)}
+        assert {operation.method for operation in spec.operations} <= {
+            *registered_methods(worker_class)
+        }
     assert len({operation.color for operation in OPERATIONS.values()}) == len(OPERATIONS)
 
 
 def test_why_a_role_is_not_used_follows_the_config() -> None:
-    unused = {role: spec.why_unused(load_config([], []).config) for role, spec in ROLE_SPECS.items()}
+    unused = {
+        role: spec.why_unused(load_config([], []).config) for role, spec in ROLE_SPECS.items()
+    }
     assert {role for role, reason in unused.items() if reason} == {Role.RefPolicy, Role.RewardModel}
 
 
@@ -123,7 +147,9 @@ def judge() -> Iterator[Role]:
                 Operation(
                     "judge",
                     "compute_values",
-                    micro_batch=MicroBatchKeys("roles.judge.forward_micro_batch_size_per_gpu", *keys),
+                    micro_batch=MicroBatchKeys(
+                        "roles.judge.forward_micro_batch_size_per_gpu", *keys
+                    ),
                 ),
                 Operation(
                     "update_judge",
@@ -142,11 +168,19 @@ def judge() -> Iterator[Role]:
     all_sections.cache_clear()
 
 
-def test_an_added_role_has_keys_a_pool_memory_and_advice_like_a_built_in_one(judge: Role, root: Path) -> None:
+def test_an_added_role_has_keys_a_pool_memory_and_advice_like_a_built_in_one(
+    judge: Role, root: Path
+) -> None:
     shapes = root / "recipes" / "shapes" / "deepseek-llm-7b-chat"
-    words = [f"actor_rollout_ref.model.path={shapes}", f"roles.judge.model.path={shapes}", "data.train_batch_size=64"]
+    words = [
+        f"actor_rollout_ref.model.path={shapes}",
+        f"roles.judge.model.path={shapes}",
+        "data.train_batch_size=64",
+    ]
     sizes = ["actor_rollout_ref.actor.ppo_mini_batch_size=64", "roles.judge.ppo_mini_batch_size=12"]
-    alone = "algorithm.adv_estimator=grpo"  # without another critic, whose keys would be advised first
+    alone = (
+        "algorithm.adv_estimator=grpo"  # without another critic, whose keys would be advised first
+    )
     config = load_config([], [*words, *sizes, alone, "trainer.n_gpus_per_node=8"]).config
     plan = build_plan(config)
     assert plan.roles[judge] == plan.roles[Role.Actor] and judge in trained_roles()
@@ -156,24 +190,36 @@ def test_an_added_role_has_keys_a_pool_memory_and_advice_like_a_built_in_one(jud
     estimate = estimate_memory(config, plan, 30 * 2**30)
     assert estimate.pools["global_pool"].roles[judge].optimizer > 0
     advice = [one.override for one in advise(config, plan, estimate, 30 * 2**30, build_plan)]
-    assert any("roles.judge.model.fsdp_config.optimizer_offload=true" in override for override in advice), advice
+    assert any(
+        "roles.judge.model.fsdp_config.optimizer_offload=true" in override for override in advice
+    ), advice
 
 
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
         ("roles.judge.grad_clip=-1", "roles.judge.grad_clip=-1: must be a number, greater than 0"),
-        ("roles.judge.grad_clop=1", "roles.judge.grad_clop=1: unknown key; did you mean roles.judge.grad_clip?"),
-        ("roles.jugde.grad_clip=1", "roles.jugde.grad_clip=1: unknown key; did you mean roles.judge.grad_clip?"),
+        (
+            "roles.judge.grad_clop=1",
+            "roles.judge.grad_clop=1: unknown key; did you mean roles.judge.grad_clip?",
+        ),
+        (
+            "roles.jugde.grad_clip=1",
+            "roles.jugde.grad_clip=1: unknown key; did you mean roles.judge.grad_clip?",
+        ),
         ("roles.judge=1", "roles.judge=1: is a section; set one of its keys, such as "),
     ],
 )
-def test_the_keys_of_an_added_role_are_checked_like_others(judge: Role, override: str, problem: str) -> None:
+def test_the_keys_of_an_added_role_are_checked_like_others(
+    judge: Role, override: str, problem: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         load_config([], [override])
 
 
 def test_a_name_is_registered_once(judge: Role) -> None:
     for name in (judge, "critic", "gen"):
-        with pytest.raises(ConfigError, match=f"the name {name} is already used; choose another name"):
+        with pytest.raises(
+            ConfigError, match=f"the name {name} is already used; choose another name"
+        ):
             register_role(replace(ROLE_SPECS[judge], name=name))

@@ -40,7 +40,11 @@ LLAMA3_ROPE = {
 }
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "llama, tied, biased": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True, "attention_bias": True}),
+    "llama, tied, biased": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"tie_word_embeddings": True, "attention_bias": True},
+    ),
     "llama, one head each": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
     "llama, one kv head": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
     "llama, scaled rope": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
@@ -55,7 +59,13 @@ MODELS = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
 }
 GREEDY = Sampling(
-    temperature=1.0, top_p=1.0, top_k=-1, do_sample=False, max_new_tokens=20, ignore_eos=True, stop_token_ids=()
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    do_sample=False,
+    max_new_tokens=20,
+    ignore_eos=True,
+    stop_token_ids=(),
 )
 SAMPLED = dataclasses.replace(GREEDY, do_sample=True)
 
@@ -67,7 +77,9 @@ def make_model(name: str = "llama", seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     model_class, config_class, settings = MODELS[name]
     model = model_class(config_class(**{**SIZES, **settings, **changes}))
-    for parameter in model.parameters():  # norms and biases away from where they start, so that they matter
+    for (
+        parameter
+    ) in model.parameters():  # norms and biases away from where they start, so that they matter
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
 
@@ -81,16 +93,22 @@ def make_requests(count: int = 11, max_new: Sequence[int | None] = (None,)) -> l
     lengths = [1, 2, 60] + [numbers.randint(1, 30) for _ in range(count - 3)]
     return [
         Request(
-            [numbers.randrange(VOCAB) for _ in range(length)], sample_seed(0, index, 0), max_new[index % len(max_new)]
+            [numbers.randrange(VOCAB) for _ in range(length)],
+            sample_seed(0, index, 0),
+            max_new[index % len(max_new)],
         )
         for index, length in enumerate(lengths[:count])
     ]
 
 
-def generated_by_transformers(model: Any, request: Request, max_new: int, **settings: Any) -> list[int]:
+def generated_by_transformers(
+    model: Any, request: Request, max_new: int, **settings: Any
+) -> list[int]:
     ids = torch.tensor([list(request.token_ids)])
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **settings}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new, **options)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new, **options
+    )
     return out[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
 
@@ -98,12 +116,17 @@ def generated_by_transformers(model: Any, request: Request, max_new: int, **sett
 def test_greedy_decoding_equals_transformers_token_for_token(name: str) -> None:
     model, requests = make_model(name), make_requests(max_new=(20, 1, 7, 33))
     completions = make_engine(model).generate(requests, GREEDY)
-    expected = [generated_by_transformers(model, request, request.max_new_tokens or 0) for request in requests]
+    expected = [
+        generated_by_transformers(model, request, request.max_new_tokens or 0)
+        for request in requests
+    ]
     assert_same_tokens(model, requests, GREEDY, token_ids(completions), expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}], ids=["plain", "filtered"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}], ids=["plain", "filtered"]
+)
 def test_log_probs_are_those_of_a_plain_forward(name: str, settings: dict[str, Any]) -> None:
     model, requests = make_model(name), make_requests(max_new=(20, 1, 7, 33))
     sampling = dataclasses.replace(SAMPLED, **settings)
@@ -131,14 +154,18 @@ def test_a_sample_is_the_same_in_any_company_and_order() -> None:
 
 def test_samples_of_one_prompt_differ_by_their_seeds_only() -> None:
     model, prompt = make_model(), [5, 6, 7]
-    engine, requests = make_engine(model), [Request(prompt, sample_seed(0, "p", index)) for index in range(6)]
+    engine, requests = (
+        make_engine(model),
+        [Request(prompt, sample_seed(0, "p", index)) for index in range(6)],
+    )
     first, again = (engine.generate(requests, SAMPLED) for _ in range(2))
     assert_same_completions(model, requests, SAMPLED, again, first)
     assert len(set(map(tuple, token_ids(first)))) == 6
 
 
 def test_sampled_tokens_follow_the_models_distribution() -> None:
-    """Second tokens, so that the cache takes part, against the exact marginal over all first tokens."""
+    """Second tokens, so that the cache takes part, against the exact marginal over all first
+    tokens."""
     model, prompt, count = make_model(vocab_size=11, initializer_range=0.3), [1, 2, 3], 8000
     sampling = dataclasses.replace(SAMPLED, max_new_tokens=2, temperature=1.3)
     requests = [Request(prompt, sample_seed(0, "p", index)) for index in range(count)]
@@ -146,14 +173,18 @@ def test_sampled_tokens_follow_the_models_distribution() -> None:
     completions = engine.generate(requests, sampling)
     with torch.no_grad():
         first = (model(torch.tensor([prompt])).logits[0, -1] / 1.3).softmax(-1)
-        second = (model(torch.tensor([[*prompt, token] for token in range(11)])).logits[:, -1] / 1.3).softmax(-1)
+        second = (
+            model(torch.tensor([[*prompt, token] for token in range(11)])).logits[:, -1] / 1.3
+        ).softmax(-1)
     expected = (first[:, None] * second * count).double()
     counts = torch.zeros(11, 11, dtype=torch.float64)
     for completion in completions:
         counts[tuple(completion.token_ids.tolist())] += 1
     cells = expected >= 5
     rest = expected[~cells].sum()
-    chi_square = ((counts - expected)[cells] ** 2 / expected[cells]).sum() + (counts[~cells].sum() - rest) ** 2 / rest
+    chi_square = ((counts - expected)[cells] ** 2 / expected[cells]).sum() + (
+        counts[~cells].sum() - rest
+    ) ** 2 / rest
     freedom = int(cells.sum())
     assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
 
@@ -162,10 +193,17 @@ def test_a_stop_token_ends_a_response_and_belongs_to_it() -> None:
     model, requests = make_model(), make_requests()
     free = make_engine(model).generate(requests, GREEDY)
     stops = (free[0].token_ids[3], free[4].token_ids[6])
-    stopped = make_engine(model).generate(requests, dataclasses.replace(GREEDY, ignore_eos=False, stop_token_ids=stops))
-    ends = [next((place + 1 for place, token in enumerate(one) if token in stops), None) for one in token_ids(free)]
+    stopped = make_engine(model).generate(
+        requests, dataclasses.replace(GREEDY, ignore_eos=False, stop_token_ids=stops)
+    )
+    ends = [
+        next((place + 1 for place, token in enumerate(one) if token in stops), None)
+        for one in token_ids(free)
+    ]
     cut = [one[:end] for one, end in zip(token_ids(free), ends, strict=True)]
-    by_transformers = [generated_by_transformers(model, one, 20, eos_token_id=list(stops)) for one in requests]
+    by_transformers = [
+        generated_by_transformers(model, one, 20, eos_token_id=list(stops)) for one in requests
+    ]
     for expected in (cut, by_transformers):
         assert_same_tokens(model, requests, GREEDY, token_ids(stopped), expected)
     for one in stopped:
@@ -178,15 +216,21 @@ def test_ignoring_the_end_goes_on_past_stop_tokens() -> None:
     model, requests = make_model(), make_requests()
     free = make_engine(model).generate(requests, GREEDY)
     stops = (free[0].token_ids[3],)
-    ignoring = make_engine(model).generate(requests, dataclasses.replace(GREEDY, stop_token_ids=stops))
+    ignoring = make_engine(model).generate(
+        requests, dataclasses.replace(GREEDY, stop_token_ids=stops)
+    )
     assert_same_completions(model, requests, GREEDY, ignoring, free)
     assert {one.finish_reason for one in ignoring} == {"length"}
 
 
 def test_a_stop_token_in_the_last_place_counts_as_a_stop() -> None:
     model, request = make_model(), make_requests()[3]
-    likeliest = forward_logits(model, request, [0])[0].topk(2).indices.tolist()  # two, as rounding may exchange them
-    sampling = dataclasses.replace(GREEDY, ignore_eos=False, stop_token_ids=tuple(likeliest), max_new_tokens=1)
+    likeliest = (
+        forward_logits(model, request, [0])[0].topk(2).indices.tolist()
+    )  # two, as rounding may exchange them
+    sampling = dataclasses.replace(
+        GREEDY, ignore_eos=False, stop_token_ids=tuple(likeliest), max_new_tokens=1
+    )
     completion = make_engine(model).generate([request], sampling)[0]
     assert completion.token_ids[0] in likeliest and len(completion.token_ids) == 1
     assert completion.finish_reason == "stop"
@@ -194,13 +238,20 @@ def test_a_stop_token_in_the_last_place_counts_as_a_stop() -> None:
 
 def test_one_new_token_needs_no_decode_step() -> None:
     model, requests = make_model(), make_requests()
-    completions = make_engine(model).generate(requests, dataclasses.replace(GREEDY, max_new_tokens=1))
+    completions = make_engine(model).generate(
+        requests, dataclasses.replace(GREEDY, max_new_tokens=1)
+    )
     expected = [generated_by_transformers(model, request, 1) for request in requests]
     assert_same_tokens(model, requests, GREEDY, token_ids(completions), expected)
 
 
 def test_stretched_rotary_embeddings_are_used_to_their_end() -> None:
-    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 128}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 128,
+    }
     model, request = make_model(rope_parameters=rope), Request([1, 2, 3] * 40, 0, 40)
     completions = make_engine(model).generate([request], GREEDY)
     expected = generated_by_transformers(model, request, 40)
@@ -215,7 +266,8 @@ def test_the_last_position_can_be_used_and_no_later_one() -> None:
     engine = make_engine(make_model())
     assert len(engine.generate([Request([1] * 100, 0, 28)], GREEDY)[0].token_ids) == 28
     with pytest.raises(
-        DataError, match=r"request 1: a prompt of 100 and 29 new tokens are more than the 128 positions"
+        DataError,
+        match=r"request 1: a prompt of 100 and 29 new tokens are more than the 128 positions",
     ):
         engine.generate([Request([1], 0), Request([1] * 100, 0, 29)], GREEDY)
 
@@ -327,7 +379,9 @@ def test_a_model_moved_to_another_type_gets_a_cache_of_that_type() -> None:
 # Weight updates
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, tied, biased", "qwen2", "qwen3", "mistral, window"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama, tied, biased", "qwen2", "qwen3", "mistral, window"]
+)
 @pytest.mark.parametrize("sampling", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
 def test_after_an_update_the_engine_agrees_with_the_trainer(name: str, sampling: Sampling) -> None:
     engine: Engine = make_engine(make_model(name, seed=1))
@@ -355,9 +409,14 @@ def test_weights_arrive_in_place_and_as_a_stream() -> None:
     model, other = make_model(seed=1), make_model(seed=2)
     engine = make_engine(model)
     places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    engine.update_weights(((name, tensor.double()) for name, tensor in other.state_dict().items()), 7)
+    engine.update_weights(
+        ((name, tensor.double()) for name, tensor in other.state_dict().items()), 7
+    )
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
-    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(one, two)
+        for one, two in zip(model.parameters(), other.parameters(), strict=True)
+    )
     assert engine.version == 7
     assert engine.generate([Request([1], 0)], GREEDY)[0].weights_version == 7
 
@@ -367,14 +426,19 @@ def test_of_tied_weights_one_name_is_enough() -> None:
     engine, other = make_engine(make_model(name, seed=1)), make_model(name, seed=2)
     engine.update_weights(other.named_parameters(), 1)  # names the embedding only
     requests = make_requests()
-    assert largest_difference(other, requests, engine.generate(requests, SAMPLED), SAMPLED) < ROUNDING
+    assert (
+        largest_difference(other, requests, engine.generate(requests, SAMPLED), SAMPLED) < ROUNDING
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
         (lambda named: named.pop("model.norm.weight"), r"1 of 21 are missing: model\.norm\.weight"),
-        (lambda named: named.clear(), r"21 of 21 are missing: .*embed_tokens\.weight, .* and 16 more"),
+        (
+            lambda named: named.clear(),
+            r"21 of 21 are missing: .*embed_tokens\.weight, .* and 16 more",
+        ),
         (
             lambda named: named.update({"model.norm.wait": torch.zeros(1)}),
             r"model\.norm\.wait is not a weight of this model$",
@@ -386,7 +450,9 @@ def test_of_tied_weights_one_name_is_enough() -> None:
     ],
     ids=["missing", "all missing", "unknown", "shape"],
 )
-def test_weights_that_do_not_fit_are_refused_by_name_until_a_whole_set_comes(change: Any, complaint: str) -> None:
+def test_weights_that_do_not_fit_are_refused_by_name_until_a_whole_set_comes(
+    change: Any, complaint: str
+) -> None:
     engine, whole = make_engine(make_model(seed=1)), make_model(seed=2).state_dict()
     broken = dict(whole)
     change(broken)

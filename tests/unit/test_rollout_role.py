@@ -1,4 +1,5 @@
-"""The rollout role: weights from another pool are checked, and the cache stays within its part of a GPU."""
+"""The rollout role: weights from another pool are checked, and the cache stays within its part of a
+GPU."""
 
 from __future__ import annotations
 
@@ -34,13 +35,20 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 @pytest.fixture
 def weights(demo: Demo) -> dict[str, Tensor]:
     """All names that the actor exports: of tied weights both."""
-    named = {name: tensor + 0.01 for name, tensor in load_file(demo.model / "model.safetensors").items()}
+    named = {
+        name: tensor + 0.01 for name, tensor in load_file(demo.model / "model.safetensors").items()
+    }
     return {**named, "lm_head.weight": named["model.embed_tokens.weight"]}
 
 
 def make_rollout(demo: Demo, device: str = "cpu", *overrides: str) -> Rollout:
-    """In float64 on a CPU, so that no two tokens are so close that rounding decides between them."""
-    settings = [f"actor_rollout_ref.model.path={demo.model}", "data.max_prompt_length=8", "data.max_response_length=4"]
+    """In float64 on a CPU, so that no two tokens are so close that rounding decides between
+    them."""
+    settings = [
+        f"actor_rollout_ref.model.path={demo.model}",
+        "data.max_prompt_length=8",
+        "data.max_response_length=4",
+    ]
     config = load_config([], [*settings, *overrides]).config
     with made_in(WorkerContext(device=device)):
         return Rollout(config, Setup(stop_token_ids=(1,), dtype=torch.float64))
@@ -56,11 +64,17 @@ def log_probs(rollout: Rollout) -> Tensor:
 
 
 def prompts(count: int = 3) -> DataProto:
-    rows = {"raw_prompt_ids": [[4, 5, 3]] * count, "uid": list("abc")[:count], "sample_index": list(range(count))}
+    rows = {
+        "raw_prompt_ids": [[4, 5, 3]] * count,
+        "uid": list("abc")[:count],
+        "sample_index": list(range(count)),
+    }
     return DataProto.from_dict(non_tensors=rows)
 
 
-def test_weights_that_come_in_legs_are_generated_with(demo: Demo, weights: dict[str, Tensor]) -> None:
+def test_weights_that_come_in_legs_are_generated_with(
+    demo: Demo, weights: dict[str, Tensor]
+) -> None:
     with_log_probs = "actor_rollout_ref.rollout.calculate_log_probs=true"
     rollout, at_once = (make_rollout(demo, "cpu", with_log_probs) for _ in range(2))
     named = list(weights.items())
@@ -81,11 +95,16 @@ def test_rows_are_ragged_and_log_probs_come_only_if_asked_for(demo: Demo) -> Non
     asked.non_tensor_batch["raw_prompt_ids"][1] = [4, 5, 6, 3, 7]
     sampled = make_rollout(demo).generate_sequences(asked)
     assert sorted(sampled.batch.keys()) == ["input_ids", "num_prompt_tokens", "num_response_tokens"]
-    num_prompt, num_response = sampled.batch["num_prompt_tokens"], sampled.batch["num_response_tokens"]
+    num_prompt, num_response = (
+        sampled.batch["num_prompt_tokens"],
+        sampled.batch["num_response_tokens"],
+    )
     assert num_prompt.tolist() == [3, 5, 3]
     assert (num_response >= 1).all() and (num_response <= 4).all()
     prompt_tokens, response_tokens = split_tokens(sampled.batch)
-    assert [row.tolist() for row in prompt_tokens.unbind()] == asked.non_tensor_batch["raw_prompt_ids"].tolist()
+    assert [row.tolist() for row in prompt_tokens.unbind()] == asked.non_tensor_batch[
+        "raw_prompt_ids"
+    ].tolist()
     assert torch.equal(lengths_of(response_tokens), num_response)
     with_log_probs = make_rollout(demo, "cpu", "actor_rollout_ref.rollout.calculate_log_probs=true")
     both = with_log_probs.generate_sequences(asked)
@@ -94,7 +113,9 @@ def test_rows_are_ragged_and_log_probs_come_only_if_asked_for(demo: Demo) -> Non
     assert both.batch["rollout_log_probs"].dtype == torch.float32
 
 
-def test_a_weight_that_no_leg_brought_is_named_at_the_end(demo: Demo, weights: dict[str, Tensor]) -> None:
+def test_a_weight_that_no_leg_brought_is_named_at_the_end(
+    demo: Demo, weights: dict[str, Tensor]
+) -> None:
     rollout = make_rollout(demo)
     others = leg((name, tensor) for name, tensor in weights.items() if name != NORM)
     with pytest.raises(DataError, match=r"1 of \d+ are missing: model\.norm\.weight"):
@@ -153,7 +174,9 @@ def test_what_an_engine_cannot_do_is_printed(demo: Demo, caplog: pytest.LogCaptu
     made = make_rollout(demo, "cpu", name).generate_sequences(prompts()).batch
     assert caplog.messages == [f"{name} has no per_sample_seeds: {ABILITIES['per_sample_seeds']}"]
     assert made["weights_version"].tolist() == [0, 0, 0]
-    assert torch.equal(lengths_of(made["rollout_log_probs"]), made["num_response_tokens"]), "to be compared"
+    assert torch.equal(lengths_of(made["rollout_log_probs"]), made["num_response_tokens"]), (
+        "to be compared"
+    )
 
 
 @pytest.mark.gpu
@@ -179,7 +202,9 @@ def test_on_a_gpu_a_smaller_part_runs_fewer_sequences_at_once(demo: Demo) -> Non
             and small.engine._cache is not None
             and small.engine._cache.num_slots == 1
         )
-        with pytest.raises(RolepoolError, match=r"raise actor_rollout_ref\.rollout\.gpu_memory_utilization"):
+        with pytest.raises(
+            RolepoolError, match=r"raise actor_rollout_ref\.rollout\.gpu_memory_utilization"
+        ):
             tiny = f"actor_rollout_ref.rollout.gpu_memory_utilization={held / (0.5 * total)}"
             make_rollout(demo, "cuda", tiny, *keep).generate_sequences(prompts())
     finally:

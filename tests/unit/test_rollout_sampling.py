@@ -1,4 +1,5 @@
-"""Tokens are drawn from the distribution that temperature, top-k and top-p describe, each row by its own seed."""
+"""Tokens are drawn from the distribution that temperature, top-k and top-p describe, each row by
+its own seed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from rolepool.rollout import Sampling, sample_seed
 from rolepool.rollout.engine import choose, filter_logits, seed_streams, uniforms
 
 PLAIN = Sampling(
-    temperature=1.0, top_p=1.0, top_k=-1, do_sample=True, max_new_tokens=8, ignore_eos=False, stop_token_ids=()
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    do_sample=True,
+    max_new_tokens=8,
+    ignore_eos=False,
+    stop_token_ids=(),
 )
 FILTERS = [
     {},
@@ -36,14 +43,20 @@ def with_settings(**settings: object) -> Sampling:
 
 def processed_by_transformers(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     ids = torch.zeros(len(logits), 1, dtype=torch.int64)
-    scores = TemperatureLogitsWarper(sampling.temperature)(ids, logits) if sampling.temperature != 1 else logits
+    scores = (
+        TemperatureLogitsWarper(sampling.temperature)(ids, logits)
+        if sampling.temperature != 1
+        else logits
+    )
     scores = TopKLogitsWarper(sampling.top_k)(ids, scores) if sampling.top_k > 0 else scores
     return TopPLogitsWarper(sampling.top_p)(ids, scores) if sampling.top_p < 1 else scores
 
 
 @pytest.mark.parametrize("settings", FILTERS, ids=str)
 @pytest.mark.parametrize("spread", [0.5, 3.0, 10.0])
-def test_filtered_probabilities_are_those_of_transformers(settings: dict[str, float], spread: float) -> None:
+def test_filtered_probabilities_are_those_of_transformers(
+    settings: dict[str, float], spread: float
+) -> None:
     sampling = with_settings(**settings)
     logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(1)) * spread
     ours = filter_logits(logits, sampling).softmax(dim=-1)
@@ -69,9 +82,9 @@ def test_draws_follow_the_filtered_distribution(settings: dict[str, float]) -> N
     sampling = with_settings(**settings)
     num_draws = 40_000
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(2)) * 2
-    streams = seed_streams([sample_seed(0, "prompt", index) for index in range(num_draws // 100)]).repeat_interleave(
-        100
-    )
+    streams = seed_streams(
+        [sample_seed(0, "prompt", index) for index in range(num_draws // 100)]
+    ).repeat_interleave(100)
     steps = torch.arange(100).repeat(num_draws // 100)
     tokens, _ = choose(logits.expand(num_draws, -1), streams, steps, sampling)
     expected = filter_logits(logits, sampling).softmax(dim=-1)[0].double() * num_draws
@@ -89,13 +102,19 @@ def test_draws_follow_the_filtered_distribution(settings: dict[str, float]) -> N
 def test_log_probs_are_those_of_the_filtered_distribution() -> None:
     sampling = with_settings(temperature=0.8, top_k=50, top_p=0.9)
     logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(3)) * 3
-    tokens, log_probs = choose(logits, seed_streams(list(range(64))), torch.zeros(64, dtype=torch.int64), sampling)
+    tokens, log_probs = choose(
+        logits, seed_streams(list(range(64))), torch.zeros(64, dtype=torch.int64), sampling
+    )
     expected = filter_logits(logits, sampling).log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
     assert (log_probs - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("settings", [{"do_sample": False}, {"temperature": 0.0}, {"do_sample": False, "top_k": 3}])
-def test_greedy_takes_the_likeliest_token_and_reports_plain_log_probs(settings: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"do_sample": False}, {"temperature": 0.0}, {"do_sample": False, "top_k": 3}]
+)
+def test_greedy_takes_the_likeliest_token_and_reports_plain_log_probs(
+    settings: dict[str, float],
+) -> None:
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(4))
     zeros = torch.zeros(8, dtype=torch.int64)
     tokens, log_probs = choose(logits, zeros, zeros, with_settings(**settings))
@@ -107,7 +126,10 @@ def test_a_row_is_drawn_the_same_in_any_company() -> None:
     logits = torch.randn(16, 300, generator=torch.Generator().manual_seed(5))
     streams, steps = seed_streams(list(range(16))), torch.arange(16)
     together, _ = choose(logits, streams, steps, PLAIN)
-    alone = [choose(logits[i : i + 1], streams[i : i + 1], steps[i : i + 1], PLAIN)[0].item() for i in range(16)]
+    alone = [
+        choose(logits[i : i + 1], streams[i : i + 1], steps[i : i + 1], PLAIN)[0].item()
+        for i in range(16)
+    ]
     assert together.tolist() == alone
 
 
@@ -138,7 +160,9 @@ def test_uniforms_are_those_of_exact_integer_arithmetic() -> None:
 
 def test_a_token_of_probability_zero_is_never_drawn_at_the_ends() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(1000, -1)
-    tokens, log_probs = choose(logits, seed_streams(list(range(1000))), torch.zeros(1000, dtype=torch.int64), PLAIN)
+    tokens, log_probs = choose(
+        logits, seed_streams(list(range(1000))), torch.zeros(1000, dtype=torch.int64), PLAIN
+    )
     assert set(tokens.tolist()) == {1, 2}
     assert log_probs.isfinite().all()
 
@@ -157,7 +181,9 @@ def test_a_sample_seed_depends_on_every_part_and_not_on_numpy() -> None:
     assert sample_seed(1, "prompt", 3) == 8080837054629534262
 
 
-@pytest.mark.parametrize("section", ["actor_rollout_ref.rollout", "actor_rollout_ref.rollout.val_kwargs"])
+@pytest.mark.parametrize(
+    "section", ["actor_rollout_ref.rollout", "actor_rollout_ref.rollout.val_kwargs"]
+)
 @pytest.mark.parametrize("setting", ["temperature=-1.0", "top_p=0.0", "top_p=1.5", "top_k=0"])
 def test_settings_that_mean_nothing_are_refused_by_name(section: str, setting: str) -> None:
     with pytest.raises(ConfigError, match=f"^{section}.{setting}: "):

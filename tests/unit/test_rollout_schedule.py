@@ -1,4 +1,5 @@
-"""What a GPU needs of the engine, on a CPU: looks every few steps, shared prompts, joined weights, few step sizes."""
+"""What a GPU needs of the engine, on a CPU: looks every few steps, shared prompts, joined weights,
+few step sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ pytestmark = pytest.mark.usefixtures("noise")
 
 
 @pytest.mark.parametrize("interval", [2, 5, 1000])
-@pytest.mark.parametrize("stop_token_ids", [(), (3, 14, 25, 36, 47)], ids=["by length", "by stop tokens"])
+@pytest.mark.parametrize(
+    "stop_token_ids", [(), (3, 14, 25, 36, 47)], ids=["by length", "by stop tokens"]
+)
 def test_looking_at_rows_every_few_steps_does_not_change_what_is_said(
     interval: int, stop_token_ids: tuple[int, ...]
 ) -> None:
@@ -42,7 +45,9 @@ def test_looking_at_rows_every_few_steps_does_not_change_what_is_said(
     assert len({len(one.token_ids) for one in got}) > 3
 
 
-def make_rows(scattered: bool, num_rows: int = 4, stops: tuple[int, ...] = (9,)) -> tuple[DecodeBatch, SlotCache]:
+def make_rows(
+    scattered: bool, num_rows: int = 4, stops: tuple[int, ...] = (9,)
+) -> tuple[DecodeBatch, SlotCache]:
     shape = CacheShape(1, 1, 2, torch.float32, CPU)
     return DecodeBatch(num_rows, 5, stops, CPU, scattered), SlotCache(shape, num_rows, 20)
 
@@ -52,7 +57,9 @@ def enter(rows: DecodeBatch, requests: list[int], limits: list[int]) -> list[int
 
 
 def record(rows: DecodeBatch, *tokens: int) -> None:
-    rows.record(slice(0, len(tokens)), torch.tensor(tokens), -torch.tensor(tokens, dtype=torch.float32))
+    rows.record(
+        slice(0, len(tokens)), torch.tensor(tokens), -torch.tensor(tokens, dtype=torch.float32)
+    )
     rows.tick()
 
 
@@ -60,7 +67,12 @@ def record(rows: DecodeBatch, *tokens: int) -> None:
 def test_a_row_that_has_ended_takes_no_more_tokens_and_stands_still(scattered: bool) -> None:
     rows, cache = make_rows(scattered)
     enter(rows, [10, 11, 12], [5, 2, 5])
-    for tokens in [(1, 2, 3), (4, 5, 9), (6, 7, 8), (6, 7, 8)]:  # row 1 ends after two tokens, row 2 by the stop 9
+    for tokens in [
+        (1, 2, 3),
+        (4, 5, 9),
+        (6, 7, 8),
+        (6, 7, 8),
+    ]:  # row 1 ends after two tokens, row 2 by the stop 9
         record(rows, *tokens)
     assert rows.steps[:3].tolist() == [4, 2, 2]
     assert rows.positions[:3].tolist() == [6, 4, 4]
@@ -75,7 +87,9 @@ def test_a_row_that_has_ended_takes_no_more_tokens_and_stands_still(scattered: b
 
 
 @pytest.mark.parametrize("scattered", [True, False])
-def test_rows_that_leave_are_replaced_by_the_last_ones_and_their_slots_are_given_out_again(scattered: bool) -> None:
+def test_rows_that_leave_are_replaced_by_the_last_ones_and_their_slots_are_given_out_again(
+    scattered: bool,
+) -> None:
     rows, cache = make_rows(scattered, num_rows=6)
     slots = enter(rows, [0, 1, 2, 3, 4, 5], [1, 5, 5, 1, 5, 5])
     assert slots == [0, 1, 2, 3, 4, 5]
@@ -113,8 +127,14 @@ def test_a_prompt_of_several_samples_is_run_once(monkeypatch: pytest.MonkeyPatch
         return prefill(self, cache, tokens_t, pieces)
 
     model, prompts = make_model("qwen2"), [[5, 6, 7], list(range(40)), [8]]
-    requests = [Request(prompt, sample_seed(0, len(prompt), index)) for index in range(4) for prompt in prompts]
-    alone = [make_engine(model, max_num_seqs=1).generate([request], SAMPLED)[0] for request in requests]
+    requests = [
+        Request(prompt, sample_seed(0, len(prompt), index))
+        for index in range(4)
+        for prompt in prompts
+    ]
+    alone = [
+        make_engine(model, max_num_seqs=1).generate([request], SAMPLED)[0] for request in requests
+    ]
     monkeypatch.setattr(Decoder, "prefill", counting)
     together = make_engine(model, max_num_seqs=12).generate(requests, SAMPLED)
     assert_same_completions(model, requests, SAMPLED, together, alone)
@@ -131,7 +151,10 @@ def test_joined_weights_follow_updates_in_place(name: str) -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     join_weights(model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    layer, weight = Decoder(model, TensorParallel(), 8).layers[0], model.model.layers[0].self_attn.q_proj.weight
+    layer, weight = (
+        Decoder(model, TensorParallel(), 8).layers[0],
+        model.model.layers[0].self_attn.q_proj.weight,
+    )
     assert layer.qkv._parts[0][0].data_ptr() == weight.data_ptr()
     check_weight_updates(make_engine(model), make_model(name, seed=2), make_requests(), SAMPLED)
 
@@ -143,7 +166,10 @@ def test_parts_of_a_cut_model_can_be_joined_and_hold_no_more_than_before() -> No
     layer = Decoder(model, TensorParallel(), 8).layers[0]
     attention = model.model.layers[0].self_attn
     ((weight, bias),) = layer.qkv._parts
-    assert torch.equal(weight, torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
+    assert torch.equal(
+        weight,
+        torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]),
+    )
     assert bias is not None and len(bias) == len(weight) == (2 + 2 * 1) * 8
     assert weight.untyped_storage().nbytes() == weight.nbytes
 
@@ -156,7 +182,9 @@ def test_weights_that_were_moved_apart_are_copied_on_a_cpu() -> None:
     assert weight.data_ptr() != model.model.layers[0].mlp.gate_proj.weight.data_ptr()
     requests = make_requests()
     expected = make_engine(make_model("qwen2").double()).generate(requests, SAMPLED)
-    assert_same_completions(model, requests, SAMPLED, make_engine(model).generate(requests, SAMPLED), expected)
+    assert_same_completions(
+        model, requests, SAMPLED, make_engine(model).generate(requests, SAMPLED), expected
+    )
 
 
 # Step sizes
@@ -165,7 +193,10 @@ def test_weights_that_were_moved_apart_are_copied_on_a_cpu() -> None:
 def test_steps_have_few_sizes_none_too_small_nor_much_too_large() -> None:
     sizes = [bucket_of(num_rows, 1000) for num_rows in range(1, 1001)]
     assert all(size >= num_rows for num_rows, size in enumerate(sizes, 1))
-    assert all(size <= max(2 * num_rows - 1, 1) and size - num_rows < 64 for num_rows, size in enumerate(sizes, 1))
+    assert all(
+        size <= max(2 * num_rows - 1, 1) and size - num_rows < 64
+        for num_rows, size in enumerate(sizes, 1)
+    )
     assert sizes == sorted(sizes)
     assert len(set(sizes)) < 30
     assert sizes[-1] == 1000
@@ -176,8 +207,11 @@ def test_steps_have_few_sizes_none_too_small_nor_much_too_large() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral, window", "qwen3"])
 @pytest.mark.parametrize("max_num_seqs", [2, 4, 64])
-def test_turns_that_join_a_session_at_any_time_say_what_one_call_says(name: str, max_num_seqs: int) -> None:
-    """With 2 and 4 rows the cache keeps fewer conversations than there are; one of them changes its earlier tokens."""
+def test_turns_that_join_a_session_at_any_time_say_what_one_call_says(
+    name: str, max_num_seqs: int
+) -> None:
+    """With 2 and 4 rows the cache keeps fewer conversations than there are; one of them changes its
+    earlier tokens."""
     model, first = make_model(name), make_requests(max_new=(9, 1, 5, 14))
     engine = make_engine(model, max_num_seqs=max_num_seqs)
     requests, completions = in_turns(engine, first, SAMPLED, max_num_seqs)

@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 from torch.multiprocessing import start_processes
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from engine_contract import ROUNDING, check_weight_updates
 from rolepool.config.model_files import why_not_parallel
@@ -46,11 +53,20 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 NUM_RANKS = 2
 NOISE = 1e-12
-"""Of logits in float64, whose rounding is 1e-14. Rounded to float32, as they are sampled from, nearly all are equal."""
+"""Of logits in float64, whose rounding is 1e-14. Rounded to float32, as they are sampled from,
+nearly all are equal."""
 GREEDY = Sampling(
-    temperature=1.0, top_p=1.0, top_k=-1, do_sample=False, max_new_tokens=8, ignore_eos=True, stop_token_ids=()
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    do_sample=False,
+    max_new_tokens=8,
+    ignore_eos=True,
+    stop_token_ids=(),
 )
-SAMPLED = dataclasses.replace(GREEDY, do_sample=True, ignore_eos=False, stop_token_ids=(3, 14, 25, 36, 47, 58))
+SAMPLED = dataclasses.replace(
+    GREEDY, do_sample=True, ignore_eos=False, stop_token_ids=(3, 14, 25, 36, 47, 58)
+)
 REQUESTS = [
     Request([(7 * index + place) % 61 for place in range(1 + index * 3)], sample_seed(0, index, 0))
     for index in range(5)
@@ -58,11 +74,14 @@ REQUESTS = [
 
 
 def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
-    """In float64, so that no two tokens are so close that the order of a sum decides between them."""
+    """In float64, so that no two tokens are so close that the order of a sum decides between
+    them."""
     torch.manual_seed(seed)
     model_class, config_class, settings = MODELS[name]
     model = model_class(config_class(**{**SIZES, **settings, **changes}))
-    for parameter in model.parameters():  # biases and norms away from where they start, so that they matter
+    for (
+        parameter
+    ) in model.parameters():  # biases and norms away from where they start, so that they matter
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
     return model.double().eval()
 
@@ -81,11 +100,17 @@ def make_part(name: str, size: int, rank: int, seed: int = 0) -> tuple[Any, Shar
 # Cutting
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (8, 2), (12, 4), (12, 6), (6, 3)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (8, 2), (12, 4), (12, 6), (6, 3)]
+)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("name", MODELS)
-def test_parts_are_views_that_make_up_the_whole(heads: int, kv_heads: int, size: int, name: str) -> None:
-    model = make_model(name, num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=24, head_dim=4)
+def test_parts_are_views_that_make_up_the_whole(
+    heads: int, kv_heads: int, size: int, name: str
+) -> None:
+    model = make_model(
+        name, num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=24, head_dim=4
+    )
     if heads % size or (kv_heads % size and size % kv_heads):
         with pytest.raises(ConfigError, match=f"tensor_model_parallel_size={size}: cannot split"):
             Shard(model.config, size, 0)
@@ -115,7 +140,9 @@ def test_parts_are_views_that_make_up_the_whole(heads: int, kv_heads: int, size:
 
 
 def test_a_cut_model_keeps_nothing_of_the_rest() -> None:
-    whole = sum(parameter.untyped_storage().nbytes() for parameter in make_model("qwen2").parameters())
+    whole = sum(
+        parameter.untyped_storage().nbytes() for parameter in make_model("qwen2").parameters()
+    )
     model, _ = make_part("qwen2", 2, 1)
     held = {parameter.untyped_storage().data_ptr(): parameter for parameter in model.parameters()}
     kept = sum(parameter.untyped_storage().nbytes() for parameter in held.values())
@@ -151,7 +178,9 @@ def test_a_weight_of_another_whole_shape_is_refused_though_a_part_could_be_cut(c
     engine = make_engine(model, shard=shard)
     name = "model.layers.0.self_attn.q_proj.weight"
     named = {**make_model("qwen2").state_dict(), name: torch.zeros(32 + change, 32)}
-    with pytest.raises(DataError, match=rf"q_proj\.weight has shape \[{32 + change}, 32\], the model's \[32, 32\]"):
+    with pytest.raises(
+        DataError, match=rf"q_proj\.weight has shape \[{32 + change}, 32\], the model's \[32, 32\]"
+    ):
         engine.update_weights(named.items(), 1)
 
 
@@ -168,7 +197,8 @@ class Said:
 
 
 def say(model: Any, trainer: Any, **settings: Any) -> Said:
-    """With noise of more than float64's rounding, which is the same on two ranks, and another on one."""
+    """With noise of more than float64's rounding, which is the same on two ranks, and another on
+    one."""
     engine = make_engine(model, **settings)
     with noise_on_logits(NOISE, seed=engine.parallel.size):
         return Said(
@@ -187,22 +217,24 @@ def run_rank(rank: int, folder: str) -> None:
         model, shard = make_part(name, NUM_RANKS, rank)
         said[name] = say(model, make_model(name, seed=1), shard=shard, parallel=parallel)
     # Numbers that no two orders of adding agree on, as far apart as float32 goes.
-    partial = torch.randn(10_000, generator=torch.Generator().manual_seed(rank)) * 10.0 ** torch.arange(-5, 5).repeat(
-        1000
-    )
+    partial = torch.randn(
+        10_000, generator=torch.Generator().manual_seed(rank)
+    ) * 10.0 ** torch.arange(-5, 5).repeat(1000)
     said["sum"] = parallel.sum(partial)
     said["first"] = parallel.first(torch.tensor([rank]))
     # Ranks with room for 2 and for 3 slots.
     model, shard = make_part("qwen2", NUM_RANKS, rank)
     slot_bytes = 2 * 2 * 1 * 8 * (len(REQUESTS[-1].token_ids) + GREEDY.max_new_tokens) * 8
-    engine = make_engine(model, shard=shard, parallel=parallel, cache_bytes=lambda: (2 + rank) * slot_bytes)
+    engine = make_engine(
+        model, shard=shard, parallel=parallel, cache_bytes=lambda: (2 + rank) * slot_bytes
+    )
     said["small cache"] = engine.generate(REQUESTS, SAMPLED)
     assert engine._cache is not None
     said["num_slots"] = engine._cache.num_slots
     try:
-        make_engine(model, shard=shard, parallel=parallel, cache_bytes=lambda: rank * slot_bytes).generate(
-            REQUESTS, SAMPLED
-        )
+        make_engine(
+            model, shard=shard, parallel=parallel, cache_bytes=lambda: rank * slot_bytes
+        ).generate(REQUESTS, SAMPLED)
     except RolepoolError as error:
         said["no room"] = str(error)
     torch.save(said, f"{folder}/{rank}.pt")
@@ -213,8 +245,12 @@ def run_rank(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes said, both at once."""
     folder = tmp_path_factory.mktemp("ranks")
-    imported = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")]
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*imported, "rolepool.rollout"])
+    imported = [
+        f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")
+    ]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        [*imported, "rolepool.rollout"]
+    )
     start_processes(run_rank, (str(folder),), NUM_RANKS, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
 
@@ -247,7 +283,9 @@ def test_ranks_agree_to_the_last_bit(name: str, ranks: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_after_an_update_two_ranks_agree_with_the_trainer(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_after_an_update_two_ranks_agree_with_the_trainer(
+    name: str, ranks: list[dict[str, Any]]
+) -> None:
     assert all(said[name].worst_after_update < ROUNDING for said in ranks)
 
 

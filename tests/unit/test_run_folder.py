@@ -1,4 +1,5 @@
-"""A run folder has one writer at a time; what an earlier run wrote is neither mixed with the next nor lost."""
+"""A run folder has one writer at a time; what an earlier run wrote is neither mixed with the next
+nor lost."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def steps_of(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def names_in(folder: Path) -> list[str]:
@@ -50,12 +53,17 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path, root: 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root / "src") as first:
         assert first.stdout is not None and first.stdout.readline() == "held\n"
         words = (
-            rf"trainer.default_local_dir={folder.path}: another run is writing there \(process {first.pid} on .*; wait"
+            rf"trainer.default_local_dir={folder.path}: another run is writing there "
+            rf"\(process {first.pid} on .*; wait"
         )
         with pytest.raises(ConfigError, match=words), folder.hold():
             pass
         first.send_signal(signal.SIGKILL)
-    with folder.hold(), pytest.raises(ConfigError, match="another run is writing there"), folder.hold():
+    with (
+        folder.hold(),
+        pytest.raises(ConfigError, match="another run is writing there"),
+        folder.hold(),
+    ):
         pass
     assert names_in(folder.path) == []
 
@@ -63,7 +71,9 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path, root: 
 @pytest.mark.parametrize("place", ["a_file", "a_file/run", "n" * 300])
 def test_a_place_that_cannot_be_a_run_folder_is_named(tmp_path: Path, place: str) -> None:
     (tmp_path / "a_file").write_text("mine")
-    words = f"trainer.default_local_dir={tmp_path / place}: cannot be written .*; name another folder"
+    words = (
+        f"trainer.default_local_dir={tmp_path / place}: cannot be written .*; name another folder"
+    )
     with pytest.raises(ConfigError, match=words), RunFolder(tmp_path / place).hold():
         pass
     assert names_in(tmp_path) == ["a_file"]
@@ -76,7 +86,8 @@ def test_files_that_no_run_wrote_are_not_in_a_runs_way(tmp_path: Path, folder: R
     RunFolder(mine).check_is_ours()
     (mine / "config.yaml").write_text("mine")
     with pytest.raises(
-        ConfigError, match=f"trainer.default_local_dir={mine}: the run would overwrite config.yaml.*; name a new folder"
+        ConfigError,
+        match=f"trainer.default_local_dir={mine}: the run would overwrite config.yaml.*; name a new folder",
     ):
         RunFolder(mine).check_is_ours()
     folder.check_is_ours()
@@ -94,7 +105,9 @@ def test_each_run_is_set_aside_under_a_number_of_its_own(folder: RunFolder) -> N
     assert folder.begin(after_step=None) is None
 
 
-def test_what_came_after_the_step_that_a_run_goes_on_from_is_set_aside_as_a_run(folder: RunFolder) -> None:
+def test_what_came_after_the_step_that_a_run_goes_on_from_is_set_aside_as_a_run(
+    folder: RunFolder,
+) -> None:
     aside = folder.begin(after_step=2)
     assert aside == folder.path / "earlier" / "1"
     assert (steps_of(folder.path), steps_of(aside)) == ([1, 2], [3, 4])
@@ -118,14 +131,18 @@ BAD_ENDS = [
 
 
 @pytest.mark.parametrize("end", BAD_ENDS, ids=lambda end: repr(end[:20]))
-def test_the_end_that_a_crash_left_is_set_aside_and_keeps_no_run_from_going_on(folder: RunFolder, end: bytes) -> None:
+def test_the_end_that_a_crash_left_is_set_aside_and_keeps_no_run_from_going_on(
+    folder: RunFolder, end: bytes
+) -> None:
     for name in ("metrics.jsonl", "train.log"):
         with (folder.path / name).open("ab") as file:
             file.write(end)
     aside = folder.begin(after_step=4)
     assert aside is not None
     assert steps_of(folder.path) == [1, 2, 3, 4]
-    assert (aside / "metrics.jsonl").read_bytes() == (aside / "train.log").read_bytes() == end + b"\n"
+    assert (
+        (aside / "metrics.jsonl").read_bytes() == (aside / "train.log").read_bytes() == end + b"\n"
+    )
 
 
 def test_a_restart_that_is_not_utf_8_keeps_no_run_from_going_on(folder: RunFolder) -> None:
@@ -152,5 +169,8 @@ def test_nothing_is_moved_if_a_file_cannot_be_read(folder: RunFolder, name: str)
 def test_a_second_run_is_refused_even_if_the_lock_is_damaged(folder: RunFolder) -> None:
     with folder.hold():
         folder.lock_file.write_bytes(b"\xff\x00")
-        with pytest.raises(ConfigError, match="another run is writing there"), RunFolder(folder.path).hold():
+        with (
+            pytest.raises(ConfigError, match="another run is writing there"),
+            RunFolder(folder.path).hold(),
+        ):
             pass

@@ -22,7 +22,8 @@ PROMPT = [1, 2, 3]
 
 
 def nearest_tie(model: Any) -> tuple[Request, list[int]]:
-    """The seed, of many, whose number is nearest to the border between two tokens of some probability, and the two."""
+    """The seed, of many, whose number is nearest to the border between two tokens of some
+    probability, and the two."""
     seeds = list(range(20_000))
     probs = forward_logits(model, Request(PROMPT, 0), [0])[0].double().softmax(dim=-1)
     numbers = uniforms(seed_streams(seeds), torch.zeros(len(seeds), dtype=torch.int64))
@@ -32,10 +33,15 @@ def nearest_tie(model: Any) -> tuple[Request, list[int]]:
     return Request(PROMPT, seeds[seed]), [token, token + 1]
 
 
-def test_two_tokens_between_which_rounding_decides_are_a_tie_and_what_follows_does_not_count() -> None:
+def test_two_tokens_between_which_rounding_decides_are_a_tie_and_what_follows_does_not_count() -> (
+    None
+):
     model = make_model()
     request, (one, other) = nearest_tie(model)
-    assert max(distance_to_choice(model, request, SAMPLED, [], token) for token in (one, other)) < ROUNDING
+    assert (
+        max(distance_to_choice(model, request, SAMPLED, [], token) for token in (one, other))
+        < ROUNDING
+    )
     assert assert_same_tokens(model, [request], SAMPLED, [[one, 5, 6]], [[other, 7]]) == [0]
     third = other + 1
     with pytest.raises(AssertionError, match=f"row 0, token 0: {one} and {third} are chosen"):
@@ -97,17 +103,25 @@ def with_seeds_by_row(patch: pytest.MonkeyPatch) -> None:
     """A sample depends on its place in the batch."""
     choose = native.choose
 
-    def wrong(logits: Tensor, streams: Tensor, steps: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    def wrong(
+        logits: Tensor, streams: Tensor, steps: Tensor, sampling: Sampling
+    ) -> tuple[Tensor, Tensor]:
         return choose(logits, streams + torch.arange(len(streams)), steps, sampling)
 
     patch.setattr(native, "choose", wrong)
 
 
-@pytest.mark.parametrize("break_engine", [with_wrong_positions, with_stale_slots, with_seeds_by_row])
-def test_an_engine_that_is_wrong_is_noticed(break_engine: Callable[[pytest.MonkeyPatch], None]) -> None:
+@pytest.mark.parametrize(
+    "break_engine", [with_wrong_positions, with_stale_slots, with_seeds_by_row]
+)
+def test_an_engine_that_is_wrong_is_noticed(
+    break_engine: Callable[[pytest.MonkeyPatch], None],
+) -> None:
     model, requests = make_model(), make_requests(max_new=(20, 5, 9))
     expected = make_engine(model, max_num_seqs=1).generate(requests, SAMPLED)
-    assert_same_completions(model, requests, SAMPLED, make_engine(model).generate(requests, SAMPLED), expected)
+    assert_same_completions(
+        model, requests, SAMPLED, make_engine(model).generate(requests, SAMPLED), expected
+    )
     with pytest.MonkeyPatch.context() as patch:
         break_engine(patch)
         got = make_engine(model).generate(requests, SAMPLED)

@@ -1,4 +1,5 @@
-"""The config.yaml of a run: every text in it is the same text when the run is read, and when the file is used again."""
+"""The config.yaml of a run: every text in it is the same text when the run is read, and when the
+file is used again."""
 
 from __future__ import annotations
 
@@ -17,7 +18,26 @@ from rolepool.config.loading import PlainValues
 from rolepool.config.saved import load_saved, saved_values
 from rolepool.errors import ConfigError
 
-PIECES = ("${", "\\", "}", "$", "{", "'", '"', "x", "oc.env:HOME", "1e3", "1_0", "???", "#", ":", " ", "\n", "~", "on")
+PIECES = (
+    "${",
+    "\\",
+    "}",
+    "$",
+    "{",
+    "'",
+    '"',
+    "x",
+    "oc.env:HOME",
+    "1e3",
+    "1_0",
+    "???",
+    "#",
+    ":",
+    " ",
+    "\n",
+    "~",
+    "on",
+)
 TEXTS = st.text() | st.lists(st.sampled_from(PIECES)).map("".join)
 
 
@@ -28,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(deadline=None)
 @given(text=TEXTS)
-def test_every_text_is_the_same_in_a_run_folder_and_in_a_config_file(folder: Path, text: str) -> None:
+def test_every_text_is_the_same_in_a_run_folder_and_in_a_config_file(
+    folder: Path, text: str
+) -> None:
     keys = {"trainer.experiment_name": text, "data.apply_chat_template_kwargs": {"some": [text]}}
     loaded = load_config([PlainValues(keys)])
     assert loaded.config.trainer.experiment_name == text
@@ -40,10 +62,17 @@ def test_every_text_is_the_same_in_a_run_folder_and_in_a_config_file(folder: Pat
 
 
 def test_an_escaped_reference_of_the_user_stays_text(folder: Path) -> None:
-    loaded = load_config([], [r"trainer.experiment_name=a \${x} b", "trainer.project_name=${trainer.experiment_name}"])
+    loaded = load_config(
+        [],
+        [r"trainer.experiment_name=a \${x} b", "trainer.project_name=${trainer.experiment_name}"],
+    )
     assert loaded.config.trainer.experiment_name == "a ${x} b"
     (folder / "config.yaml").write_text(loaded.to_yaml(), encoding="utf-8")
-    for again in (load_saved(folder), load_config([str(folder / "config.yaml")]), load_in_python(loaded)):
+    for again in (
+        load_saved(folder),
+        load_config([str(folder / "config.yaml")]),
+        load_in_python(loaded),
+    ):
         assert again.config.trainer == loaded.config.trainer
 
 
@@ -89,12 +118,21 @@ def test_a_config_over_a_limit_is_one_line_that_names_the_file(tmp_path: Path, n
 def test_a_run_with_such_a_text_can_be_read_by_every_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = write_run(tmp_path / "run", num_steps=4, overrides=(r"trainer.experiment_name=\${x}", r"trainer.seed=3"))
+    run = write_run(
+        tmp_path / "run",
+        num_steps=4,
+        overrides=(r"trainer.experiment_name=\${x}", r"trainer.seed=3"),
+    )
     assert Run(run).config.trainer.experiment_name == "${x}"
     assert main(["predict", str(run), "--", "split"]) == 0
     assert main(["report", str(run)]) == 0
     assert "${x}" in (run / "report.html").read_text(encoding="utf-8")
     capsys.readouterr()
     assert main(["move", str(run), "placement.strategy=split"]) == 2
-    assert "does not train now" in capsys.readouterr().err, "the config was read, and the run has ended"
-    assert load_config([str(run / "config.yaml")], ["trainer.seed=4"]).config.trainer.experiment_name == "${x}"
+    assert "does not train now" in capsys.readouterr().err, (
+        "the config was read, and the run has ended"
+    )
+    assert (
+        load_config([str(run / "config.yaml")], ["trainer.seed=4"]).config.trainer.experiment_name
+        == "${x}"
+    )

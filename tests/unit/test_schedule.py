@@ -36,7 +36,9 @@ def test_the_operations_of_a_step_come_in_the_order_of_the_table() -> None:
     """Legends and stacks are in the order of OPERATIONS."""
     for words in (f"{WITH_REFERENCE} {WITH_REWARD_MODEL}", "algorithm.adv_estimator=remax"):
         made = list(dict.fromkeys(call.operation for call in scheduled(words).calls))
-        if "baseline" in made:  # greedy responses are generated while the others are scored, and shown beside them
+        if (
+            "baseline" in made
+        ):  # greedy responses are generated while the others are scored, and shown beside them
             made.insert(1, made.pop(made.index("baseline")))
         assert made.pop() == "next_gen"
         in_table = [name for name in OPERATIONS if name in made]
@@ -44,7 +46,9 @@ def test_the_operations_of_a_step_come_in_the_order_of_the_table() -> None:
 
 
 def test_every_operation_belongs_to_the_role_that_the_table_says() -> None:
-    role_of = {operation.name: role for role, spec in ROLE_SPECS.items() for operation in spec.operations}
+    role_of = {
+        operation.name: role for role, spec in ROLE_SPECS.items() for operation in spec.operations
+    }
     for call in scheduled(f"{WITH_REFERENCE} {WITH_REWARD_MODEL}").calls:
         if call.roles:
             assert role_of[call.operation.removeprefix("next_")] in call.roles
@@ -81,7 +85,9 @@ def test_every_epoch_is_a_call_and_warm_up_steps_are_not_the_ones_looked_at() ->
 
 
 def test_a_schedule_of_many_epochs_is_not_larger() -> None:
-    many, few = (scheduled(f"actor_rollout_ref.actor.ppo_epochs={epochs}") for epochs in (100_000, 3))
+    many, few = (
+        scheduled(f"actor_rollout_ref.actor.ppo_epochs={epochs}") for epochs in (100_000, 3)
+    )
     assert many == few
 
 
@@ -93,7 +99,11 @@ def test_in_one_pool_only_a_rule_reward_overlaps() -> None:
     assert overlaps(f"{WITH_REWARD_MODEL} {WITH_REFERENCE}") == []
 
 
-UPDATES = [("update_critic", "update_actor"), ("update_critic", "update_weights"), ("update_critic", "next_gen")]
+UPDATES = [
+    ("update_critic", "update_actor"),
+    ("update_critic", "update_weights"),
+    ("update_critic", "next_gen"),
+]
 
 
 def test_in_two_pools_the_critic_works_beside_the_actor() -> None:
@@ -116,7 +126,9 @@ def test_in_two_pools_the_critic_works_beside_the_actor() -> None:
 
 
 def test_if_the_reward_needs_log_probs_the_critics_update_does_too() -> None:
-    assert [pair for pair in overlaps(f"{SPLIT} {WITH_KL_IN_REWARD}") if "update_critic" in pair] == UPDATES
+    assert [
+        pair for pair in overlaps(f"{SPLIT} {WITH_KL_IN_REWARD}") if "update_critic" in pair
+    ] == UPDATES
 
 
 def test_with_the_rollout_alone_the_critic_updates_beside_the_next_generation() -> None:
@@ -132,7 +144,9 @@ def test_with_the_rollout_alone_the_critic_updates_beside_the_next_generation() 
 
 def test_the_greedy_baseline_of_remax_appears_by_itself() -> None:
     pools = "placement.pools.train=[1] placement.pools.gen=[1] trainer.n_gpus_per_node=2 placement.strategy=custom"
-    found = overlaps(f"algorithm.adv_estimator=remax {pools} placement.roles.actor=train placement.roles.rollout=gen")
+    found = overlaps(
+        f"algorithm.adv_estimator=remax {pools} placement.roles.actor=train placement.roles.rollout=gen"
+    )
     assert ("baseline", "old_log_prob") in found
 
 
@@ -161,7 +175,12 @@ def test_a_misspelt_method_or_a_missing_argument_is_an_error_of_mypy(
 ) -> None:
     file, begin = tmp_path / "snippet.py", MYPY_SNIPPET.count("\n") + 1
     file.write_text(MYPY_SNIPPET + "".join(f"    {call}\n" for call in CALLS), encoding="utf-8")
-    options = ["--config-file", str(root / "pyproject.toml"), "--cache-dir", str(root / ".mypy_cache")]
+    options = [
+        "--config-file",
+        str(root / "pyproject.toml"),
+        "--cache-dir",
+        str(root / ".mypy_cache"),
+    ]
     said = python("-m", "mypy", *options, str(file)).stdout.splitlines()
     for line, (call, error) in enumerate(CALLS.items(), start=begin):
         found = [text for text in said if f"snippet.py:{line}: error" in text]

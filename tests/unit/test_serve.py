@@ -1,4 +1,5 @@
-"""The runs of a folder in the browser: who may see them, what the list says, and that it follows the runs."""
+"""The runs of a folder in the browser: who may see them, what the list says, and that it follows
+the runs."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ class Client:
     def get(self, path: str = "/", cookie: str | None = None, host: str | None = None) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.server.server_port, timeout=60)
         headers = {"Cookie": f"other=1; {self.server.cookie}" if cookie is None else cookie}
-        connection.request("GET", path, headers={**headers, "Host": host or f"127.0.0.1:{self.server.server_port}"})
+        connection.request(
+            "GET", path, headers={**headers, "Host": host or f"127.0.0.1:{self.server.server_port}"}
+        )
         answer = connection.getresponse()
         text = answer.read().decode()
         connection.close()
@@ -81,7 +84,9 @@ def serving(folder: Path) -> Iterator[Client]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two runs of the same work, which no test changes."""
     folder = tmp_path_factory.mktemp("served") / "runs"
-    write_run(folder / "one", num_steps=10, overrides=(TEN_STEPS, "trainer.experiment_name=first try"))
+    write_run(
+        folder / "one", num_steps=10, overrides=(TEN_STEPS, "trainer.experiment_name=first try")
+    )
     write_run(folder / "group" / "two", "split", num_steps=6, overrides=(TEN_STEPS,))
     return folder
 
@@ -117,9 +122,13 @@ def test_the_token_gives_a_cookie_and_leaves_the_address(client: Client) -> None
     assert client.get(cookie=cookie).status == 200
 
 
-@pytest.mark.parametrize("path", ["/", "/?token=", "/?token=wrong", "/?token=%C3%A9", "/report?run=one", "/nothing"])
+@pytest.mark.parametrize(
+    "path", ["/", "/?token=", "/?token=wrong", "/?token=%C3%A9", "/report?run=one", "/nothing"]
+)
 @pytest.mark.parametrize("cookie", ["", "rolepool_1=x", "\xe9=\xe9"])
-def test_without_token_or_cookie_there_is_nothing_but_a_refusal(client: Client, path: str, cookie: str) -> None:
+def test_without_token_or_cookie_there_is_nothing_but_a_refusal(
+    client: Client, path: str, cookie: str
+) -> None:
     status, headers, text = client.get(path, cookie)
     assert (status, text) == (403, "403: open the URL that `rolepool serve` printed\n")
     assert not {"Set-Cookie", "Location"} & headers.keys()
@@ -170,9 +179,20 @@ def test_only_runs_below_the_folder_can_be_opened(tmp_path: Path, runs: Path, pa
     copy_of(runs, "one", folder / "one")
     (folder / "link").symlink_to(outside)
     with serving(folder) as client:
-        for name in ("../outside", str(outside), "link", "one/../../outside", "one/", "", ".", "%2e%2e/outside"):
+        for name in (
+            "../outside",
+            str(outside),
+            "link",
+            "one/../../outside",
+            "one/",
+            "",
+            ".",
+            "%2e%2e/outside",
+        ):
             answer = client.get(
-                f"{path}?run={quote(name)}&run=one" if path == "/compare" else f"{path}?run={quote(name)}"
+                f"{path}?run={quote(name)}&run=one"
+                if path == "/compare"
+                else f"{path}?run={quote(name)}"
             )
             assert answer.status == 400
             assert "Timeline" not in answer.text
@@ -194,14 +214,22 @@ def test_nothing_is_written_to_the_runs(client: Client, runs: Path) -> None:
 
 
 def test_a_row_tells_state_step_reward_placement_and_speed(client: Client, runs: Path) -> None:
-    rows = [json.loads(line) for line in (runs / "one" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (runs / "one" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     times_s = sorted(row["timing_s/step"] for row in rows if "timing_s/step" in row)
     median_s = (times_s[4] + times_s[5]) / 2
     row = client.row("one")
     assert row.startswith("one first try finished last written ")
-    assert "step 10 of 10 0.167 → 0.667 validation 0.667 gae standard 1 pool, 4 GPUs started 2023-11-14 " in row
+    assert (
+        "step 10 of 10 0.167 → 0.667 validation 0.667 gae standard 1 pool, 4 GPUs started 2023-11-14 "
+        in row
+    )
     spans = read_run(runs / "one").spans
-    duration_s = max(span.end_s for _, _, span in spans) - min(span.queued_s for _, _, span in spans)
+    duration_s = max(span.end_s for _, _, span in spans) - min(
+        span.queued_s for _, _, span in spans
+    )
     assert row.endswith(f"{duration(duration_s)} {median_s:.3g} s per step")
     assert "stopped" in client.row("group/two")
     assert "step 6 of 10" in client.row("group/two")
@@ -210,20 +238,30 @@ def test_a_row_tells_state_step_reward_placement_and_speed(client: Client, runs:
 
 def test_restarts_are_counted_wherever_they_are_in_a_long_file(tmp_path: Path, runs: Path) -> None:
     folder = copy_of(runs, "one", tmp_path / "one")
-    RunFolder(folder).add_event("restart", 3, "driver, killed by signal 9", 9.0, repeated_from_step=2)
+    RunFolder(folder).add_event(
+        "restart", 3, "driver, killed by signal 9", 9.0, repeated_from_step=2
+    )
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(f'{{"step": {10 + number}, "a": 1.0}}\n' for number in range(TAIL_BYTES // 10))
+        file.writelines(
+            f'{{"step": {10 + number}, "a": 1.0}}\n' for number in range(TAIL_BYTES // 10)
+        )
     with serving(tmp_path) as client:
         assert " restarts: 1 " in client.row("one")
         assert ", restarts: 1" in client.get("/report?run=one").text
 
 
-def test_the_newest_validation_is_found_between_the_lines_that_are_read(tmp_path: Path, runs: Path) -> None:
+def test_the_newest_validation_is_found_between_the_lines_that_are_read(
+    tmp_path: Path, runs: Path
+) -> None:
     folder = copy_of(runs, "one", tmp_path / "one")
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(f'{{"step": {step}, "timing_s/step": 1.0, "a": 1.0}}\n' for step in range(11, 5_000))
+        file.writelines(
+            f'{{"step": {step}, "timing_s/step": 1.0, "a": 1.0}}\n' for step in range(11, 5_000)
+        )
         file.write('{"step": 5000, "val-core/demo/reward/mean@1": 0.875}\n')
-        file.writelines(f'{{"step": {step}, "timing_s/step": 1.0, "a": 1.0}}\n' for step in range(5_001, 12_000))
+        file.writelines(
+            f'{{"step": {step}, "timing_s/step": 1.0, "a": 1.0}}\n' for step in range(5_001, 12_000)
+        )
         file.write('{"step": 12000, "val-core/demo/reward/mean@1": 0.9')
     with serving(tmp_path) as client:
         assert " validation 0.875 gae " in client.row("one")
@@ -311,7 +349,9 @@ def test_the_state_follows_from_the_lock(
         process.communicate(b"\n")
 
 
-def test_a_run_that_has_all_its_steps_is_finished_even_if_it_left_its_lock(tmp_path: Path, runs: Path) -> None:
+def test_a_run_that_has_all_its_steps_is_finished_even_if_it_left_its_lock(
+    tmp_path: Path, runs: Path
+) -> None:
     folder = copy_of(runs, "one", tmp_path / "run")
     for text in (f"process 999999999 on {os.uname().nodename}", "process 12 on elsewhere"):
         lock(folder, text)
@@ -319,13 +359,21 @@ def test_a_run_that_has_all_its_steps_is_finished_even_if_it_left_its_lock(tmp_p
         assert describe("run", folder)["state"] == "finished"
 
 
-def test_a_run_that_only_validates_is_finished_after_its_validation(tmp_path: Path, runs: Path) -> None:
+def test_a_run_that_only_validates_is_finished_after_its_validation(
+    tmp_path: Path, runs: Path
+) -> None:
     folder = copy_of(runs, "one", tmp_path / "run")
-    config = (folder / "config.yaml").read_text(encoding="utf-8").replace("val_only: false", "val_only: true")
+    config = (
+        (folder / "config.yaml")
+        .read_text(encoding="utf-8")
+        .replace("val_only: false", "val_only: true")
+    )
     (folder / "config.yaml").write_text(config, encoding="utf-8")
     (folder / "metrics.jsonl").write_text("", encoding="utf-8")
     assert describe("run", folder)["state"] == "stopped"
-    (folder / "metrics.jsonl").write_text('{"step": 0, "timing_s/testing": 1.0}\n', encoding="utf-8")
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 0, "timing_s/testing": 1.0}\n', encoding="utf-8"
+    )
     assert describe("run", folder)["state"] == "finished"
 
 
@@ -334,7 +382,9 @@ def test_the_list_follows_a_run(tmp_path: Path, runs: Path) -> None:
     with serving(tmp_path / "runs") as client:
         assert "step 6 of 10" in client.row("run")
         with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write('{"step": 7, "timing_s/step": 1.0, "training/num_steps": 12.0}\n{"step": 8, "timing')
+            file.write(
+                '{"step": 7, "timing_s/step": 1.0, "training/num_steps": 12.0}\n{"step": 8, "timing'
+            )
         assert "step 7 of 12" in client.row("run")
         assert "unreadable" not in client.row("run")
         copy_of(runs, "one", tmp_path / "runs" / "another")
@@ -348,7 +398,9 @@ def test_earlier_runs_and_hidden_folders_are_not_listed(tmp_path: Path, runs: Pa
     assert find_runs(tmp_path / "run") == {"run": tmp_path / "run"}
 
 
-def test_a_broken_run_says_so_in_its_row_and_the_others_are_shown(tmp_path: Path, runs: Path) -> None:
+def test_a_broken_run_says_so_in_its_row_and_the_others_are_shown(
+    tmp_path: Path, runs: Path
+) -> None:
     for name in ("good", "rows", "config", "plan", "folders", "nesting"):
         copy_of(runs, "one", tmp_path / name)
     (tmp_path / "rows" / "metrics.jsonl").write_bytes(b"\xff\x00\n[]\n7\n" + b"x" * 3 * TAIL_BYTES)
@@ -365,7 +417,9 @@ def test_a_broken_run_says_so_in_its_row_and_the_others_are_shown(tmp_path: Path
         assert "config.yaml cannot be read: not valid YAML" in client.row("config")
         assert "plan.json cannot be read: Invalid JSON: EOF" in client.row("plan")
         assert "unreadable run" in client.row("folders")
-        assert "config.yaml cannot be read: is nested more than 40 levels deep" in client.row("nesting")
+        assert "config.yaml cannot be read: is nested more than 40 levels deep" in client.row(
+            "nesting"
+        )
         answer = client.get("/report?run=folders")
         assert (answer.status, "This page cannot be shown" in answer.text) == (400, True)
         for name in ("rows", "config", "plan", "nesting"):
@@ -380,7 +434,9 @@ def test_names_are_shown_as_text(tmp_path: Path, runs: Path) -> None:
     (tmp_path / os.fsdecode(b"not \xff utf-8")).mkdir()
     shutil.copy(folder / "metrics.jsonl", tmp_path / os.fsdecode(b"not \xff utf-8"))
     with serving(tmp_path) as client:
-        assert client.row(HOSTILE).startswith(f"{escape(HOSTILE)} experiment {escape(HOSTILE)} finished")
+        assert client.row(HOSTILE).startswith(
+            f"{escape(HOSTILE)} experiment {escape(HOSTILE)} finished"
+        )
         for path in ("/", f"/report?run={quote(HOSTILE)}", f"/report?run={quote(HOSTILE * 2)}"):
             assert "<img" not in client.get(path).text
         assert client.get(f"/report?run={quote(HOSTILE)}").status == 200
@@ -397,7 +453,9 @@ def test_an_empty_folder_says_so(tmp_path: Path) -> None:
 
 def test_of_a_long_file_the_end_and_some_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {number:06d}}}\n' for number in range(100_000)), encoding="utf-8")
+    path.write_text(
+        "".join(f'{{"step": {number:06d}}}\n' for number in range(100_000)), encoding="utf-8"
+    )
     numbers = [int(line[9:15]) for line in sampled_lines(path)]
     num_at_the_end = TAIL_BYTES // 17
     assert numbers == sorted(set(numbers))
@@ -408,10 +466,14 @@ def test_of_a_long_file_the_end_and_some_lines_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_hundred_runs_of_four_thousand_steps_are_listed_at_once(tmp_path: Path, runs: Path) -> None:
+def test_two_hundred_runs_of_four_thousand_steps_are_listed_at_once(
+    tmp_path: Path, runs: Path
+) -> None:
     first = copy_of(runs, "one", tmp_path / "runs" / "run_0")
     row = json.loads((first / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[5])
-    lines = (json.dumps({**row, "step": step, "training/num_steps": 4000.0}) for step in range(1, 4001))
+    lines = (
+        json.dumps({**row, "step": step, "training/num_steps": 4000.0}) for step in range(1, 4001)
+    )
     (first / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     for number in range(1, 200):
         shutil.copytree(first, tmp_path / "runs" / f"run_{number}", copy_function=os.link)
@@ -436,7 +498,9 @@ def page_process_of(folder: Path) -> psutil.Process:
     raise AssertionError(f"no process makes the page of {folder}")
 
 
-def test_a_folder_that_takes_too_long_is_stopped_and_blocks_no_other(tmp_path: Path, runs: Path) -> None:
+def test_a_folder_that_takes_too_long_is_stopped_and_blocks_no_other(
+    tmp_path: Path, runs: Path
+) -> None:
     root = tmp_path / "runs"
     slow = copy_of(runs, "one", root / "slow")
     copy_of(runs, "one", root / "other")
@@ -492,7 +556,10 @@ def test_runs_of_different_work_are_compared_with_what_differs(tmp_path: Path, r
         assert answer.status == 200
         assert "<title>one and other</title>" in answer.text
         (row,) = re.findall(r"<tr><th><code>data.max_response_length</code>.*?</tr>", answer.text)
-        assert re.findall(r'<td data-name="(.*?)"><code>(.*?)<', row) == [("one", "512"), ("other", "8")]
+        assert re.findall(r'<td data-name="(.*?)"><code>(.*?)<', row) == [
+            ("one", "512"),
+            ("other", "8"),
+        ]
 
 
 # The command
@@ -504,10 +571,22 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     port = client.server.server_port
     for arguments, words in {
         (str(tmp_path / "none"),): "none: is not a folder; give the folder that holds your runs",
-        (str(tmp_path), "--port", str(port)): f"--port {port}: cannot be used (Address already in use)",
-        (str(tmp_path), "--port", "70000"): "--port 70000: cannot be used (bind(): port must be 0-65535.)",
+        (
+            str(tmp_path),
+            "--port",
+            str(port),
+        ): f"--port {port}: cannot be used (Address already in use)",
+        (
+            str(tmp_path),
+            "--port",
+            "70000",
+        ): "--port 70000: cannot be used (bind(): port must be 0-65535.)",
         (str(tmp_path), "--port", "x"): "argument --port: invalid int value: 'x'",
-        (str(tmp_path), "--host", "no.such.host.invalid"): "--host no.such.host.invalid --port 0: cannot be used",
+        (
+            str(tmp_path),
+            "--host",
+            "no.such.host.invalid",
+        ): "--host no.such.host.invalid --port 0: cannot be used",
     }.items():
         code, out, err = rolepool("serve", *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -527,18 +606,24 @@ def test_the_command_prints_the_address_and_ends_with_ctrl_c(
         connection = http.client.HTTPConnection("127.0.0.1", url.port, timeout=120)
         connection.request("GET", f"/?{url.query}")
         assert connection.getresponse().status == 303
-        socket.create_connection(("127.0.0.1", url.port or 0)).close()  # a client that leaves is no error
+        socket.create_connection(
+            ("127.0.0.1", url.port or 0)
+        ).close()  # a client that leaves is no error
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "stopped\n")
-    warning = f"warning: --host {host}: other machines can reach this page, and it is not encrypted\n"
+    warning = (
+        f"warning: --host {host}: other machines can reach this page, and it is not encrypted\n"
+    )
     assert err == (warning if is_warned else "")
 
 
 # In a browser
 
 
-needs_browser = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium and chromedriver on this machine")
+needs_browser = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="no chromium and chromedriver on this machine"
+)
 
 
 @pytest.fixture
@@ -556,7 +641,9 @@ def test_in_a_browser_runs_are_listed_and_opened(three_runs: Path) -> None:
     with serving(three_runs) as client, browser() as window:
         window.open(client.server.url)
         assert window.run("return location.search") == ""
-        names = window.run("return [...document.querySelectorAll('tbody a')].map((link) => link.textContent)")
+        names = window.run(
+            "return [...document.querySelectorAll('tbody a')].map((link) => link.textContent)"
+        )
         assert sorted(names) == sorted(["one", "two", HOSTILE])
         assert window.run("return document.querySelector('#compare').disabled")
         window.click("a[href='/report?run=two']")
@@ -572,7 +659,11 @@ def test_in_a_browser_runs_are_listed_and_opened(three_runs: Path) -> None:
 @needs_browser
 def test_in_a_browser_runs_are_searched_and_sorted_also_after_an_update(three_runs: Path) -> None:
     slow = write_run(three_runs / "slow", num_steps=3, slower={"gen": 9.0})
-    config = (slow / "config.yaml").read_text(encoding="utf-8").replace("adv_estimator: gae", "adv_estimator: grpo")
+    config = (
+        (slow / "config.yaml")
+        .read_text(encoding="utf-8")
+        .replace("adv_estimator: gae", "adv_estimator: grpo")
+    )
     (slow / "config.yaml").write_text(config, encoding="utf-8")
 
     def shown() -> list[str]:
@@ -623,11 +714,15 @@ def test_in_a_browser_ticks_survive_updates_and_ticked_runs_are_compared(three_r
         window.open(client.server.url)
         window.click("input[value=one]")
         window.click("input[value=two]")
-        assert window.run("return document.querySelector('#compare').textContent") == "Compare 2 runs"
+        assert (
+            window.run("return document.querySelector('#compare').textContent") == "Compare 2 runs"
+        )
         with (three_runs / "two" / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write('{"step": 7, "timing_s/step": 1.0, "critic/score/mean": 0.5}\n')
         window.wait_for("return document.body.innerText.includes('step 7 of 10')")
-        ticked = window.run("return [...document.querySelectorAll('input:checked')].map((box) => box.value)")
+        ticked = window.run(
+            "return [...document.querySelectorAll('input:checked')].map((box) => box.value)"
+        )
         assert sorted(ticked) == ["one", "two"]
 
         window.click("#compare")
@@ -640,7 +735,9 @@ def test_in_a_browser_ticks_survive_updates_and_ticked_runs_are_compared(three_r
         assert window.errors() == []
 
         client.server.cookie = "the cookie of a server that was started again"
-        window.wait_for("return document.getElementById('connection').textContent.includes('rolepool serve printed')")
+        window.wait_for(
+            "return document.getElementById('connection').textContent.includes('rolepool serve printed')"
+        )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""What sharding costs: measured with a small model, and taken apart into a time per layer and a time per parameter."""
+"""What sharding costs: measured with a small model, and taken apart into a time per layer and a
+time per parameter."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def times_over(num_ranks: int, factor: float = 1.0, part: str = "forward") -> li
     return times
 
 
-def seconds(times: list[ShardingTime], num_ranks: int, num_units: int = 25, num_params: int = 500_000_000) -> float:
+def seconds(
+    times: list[ShardingTime], num_ranks: int, num_units: int = 25, num_params: int = 500_000_000
+) -> float:
     sharding = ShardingCosts(times).of_model("forward", num_units, num_params)
     assert sharding is not None
     return sharding.seconds(num_ranks)
@@ -49,7 +52,13 @@ def test_between_two_numbers_of_ranks_the_cost_grows_evenly_and_beyond_them_it_s
     assert eight == pytest.approx(3 * two)
     assert more == eight
     costs = ShardingCosts(times)
-    assert [costs.covers(num_ranks) for num_ranks in (1, 2, 5, 8, 16)] == [True, True, True, True, False]
+    assert [costs.covers(num_ranks) for num_ranks in (1, 2, 5, 8, 16)] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_only_an_optimizer_is_faster_on_a_shard_and_it_never_takes_less_than_nothing() -> None:
@@ -57,7 +66,10 @@ def test_only_an_optimizer_is_faster_on_a_shard_and_it_never_takes_less_than_not
     small, large = 100_000, 2_000_000
 
     def added_s(part: str, num_params: int) -> float:
-        times = [ShardingTime(2, part, 4, small, 0.012, 0.01), ShardingTime(2, part, 4, large, 0.017, 0.02)]
+        times = [
+            ShardingTime(2, part, 4, small, 0.012, 0.01),
+            ShardingTime(2, part, 4, large, 0.017, 0.02),
+        ]
         sharding = ShardingCosts(times).of_model(part, 4, num_params)
         assert sharding is not None
         return sharding.seconds(2)
@@ -74,7 +86,9 @@ def test_what_was_not_measured_is_not_known() -> None:
     assert not ShardingCosts([]).covers(1)
 
 
-@pytest.mark.parametrize(("field", "value"), [("sharded_s", math.inf), ("num_ranks", 0), ("alone_s", -1.0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("sharded_s", math.inf), ("num_ranks", 0), ("alone_s", -1.0)]
+)
 def test_a_file_with_impossible_numbers_is_refused(field: str, value: float) -> None:
     content = ShardingTimes(times=times_over(2)).model_dump()
     assert ShardingTimes.model_validate_json(json.dumps(content)).times == times_over(2)
@@ -95,7 +109,9 @@ def test_on_gpus_only_the_whole_group_is_measured() -> None:
 
 def measure_on_rank(rank: int, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size
+    )
     times = measure_sharding("cpu")
     dist.barrier()
     dist.destroy_process_group()
@@ -106,7 +122,13 @@ def test_ranks_measure_every_part_with_and_without_sharding(tmp_path: Path) -> N
     start_processes(measure_on_rank, (2, str(tmp_path)), nprocs=2, start_method="spawn")
     for rank in (0, 1):
         times = ShardingTimes.model_validate_json((tmp_path / f"{rank}.json").read_bytes()).times
-        assert {one.part for one in times} == {"forward", "backward", "optimizer", "score", "gather"}
+        assert {one.part for one in times} == {
+            "forward",
+            "backward",
+            "optimizer",
+            "score",
+            "gather",
+        }
         assert len({(one.part, one.num_params) for one in times}) == len(times) == 10
         assert {(one.num_ranks, one.num_units) for one in times} == {(2, NUM_LAYERS + 1)}
         assert sum(one.added_s for one in times) > 0  # collectives and copies are not free

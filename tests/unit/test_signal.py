@@ -26,13 +26,18 @@ def test_scores_of_groups_are_summed_up() -> None:
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
-        ([[0, 0], [0, 0]], "no signal: no response has a score, such as '2 + 2?', answered 'It is 4.'"),
+        (
+            [[0, 0], [0, 0]],
+            "no signal: no response has a score, such as '2 + 2?', answered 'It is 4.'",
+        ),
         ([[1, 1], [0, 0]], "no signal: all responses to a prompt have the same score"),
         ([[1, 1], [1, 1], [1, 1], [1, 0.9]], "the policy can do this already; use harder prompts"),
         ([[0, 0]] * 9 + [[0, 1]], "only 10% of the prompts have responses with different scores"),
     ],
 )
-def test_what_keeps_a_policy_from_learning_is_named(groups: list[list[float]], expected: str) -> None:
+def test_what_keeps_a_policy_from_learning_is_named(
+    groups: list[list[float]], expected: str
+) -> None:
     (line,) = signal_of(*groups).advice()
     assert line.startswith(f"sums: {expected}")
 

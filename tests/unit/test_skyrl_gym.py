@@ -36,13 +36,21 @@ def test_the_example_of_the_page_trains_the_sampled_tokens_alone(
     rollout = make_rollout(demo, "rollout", *keys)
     found = rollout.generate_sequences(prompts(40))
     batch = found.batch
-    masks, log_probs, scores = (batch[key].unbind() for key in ("response_mask", "rollout_log_probs", "turn_scores"))
+    masks, log_probs, scores = (
+        batch[key].unbind() for key in ("response_mask", "rollout_log_probs", "turn_scores")
+    )
     for row, response in enumerate(rows_of_responses(batch)):
         turns, mask = sampled[row], masks[row]
-        assert response[mask].tolist() == [token for turn in turns for token in turn.token_ids.tolist()]
-        assert log_probs[row][mask].tolist() == [value for turn in turns for value in turn.log_probs.tolist()]
+        assert response[mask].tolist() == [
+            token for turn in turns for token in turn.token_ids.tolist()
+        ]
+        assert log_probs[row][mask].tolist() == [
+            value for turn in turns for value in turn.log_probs.tolist()
+        ]
         assert response[~mask].tolist() == [4, 3] * (len(turns) - 1), "the message is the letter a"
-        first_words = [rollout.conversations.tokenizer.decode(turn.token_ids).split()[0] for turn in turns]  # type: ignore[union-attr]
+        first_words = [
+            rollout.conversations.tokenizer.decode(turn.token_ids).split()[0] for turn in turns
+        ]  # type: ignore[union-attr]
         assert len(turns) == (1 if first_words[0] == "a" else 2)
         assert scores[row][mask].sum() == first_words.count("a")
         assert batch["num_tool_calls"][row] == len(turns)
@@ -58,8 +66,14 @@ def test_rows_name_an_environment_of_the_package(demo: Demo) -> None:
     batch = rollout.generate_sequences(prompts(env_class="gsm8k_multi_turn")).batch
     assert batch["num_turns"].tolist() == [3] * NUM_ROWS
     assert batch["environment_score"].tolist() == [0.0] * NUM_ROWS
-    assert rollout.generate_sequences(prompts(env_class="gsm8k")).batch["num_turns"].tolist() == [1] * NUM_ROWS
-    for env_class, problem in ((None, "line 0 has no column env_class"), ("none", "No registered env with id: none")):
+    assert (
+        rollout.generate_sequences(prompts(env_class="gsm8k")).batch["num_turns"].tolist()
+        == [1] * NUM_ROWS
+    )
+    for env_class, problem in (
+        (None, "line 0 has no column env_class"),
+        ("none", "No registered env with id: none"),
+    ):
         with pytest.raises(RolepoolError, match=problem):
             rollout.generate_sequences(prompts(env_class=env_class))
 
@@ -81,17 +95,28 @@ class Calculator(BaseTextEnv):  # type: ignore[misc]
         self.turns += 1
         if self.row == 2 and self.turns == 2:
             raise ValueError("no step")
-        printed = self._execute_tool("PythonCodeExecutorToolGroup", "python", [f"print({self.factor} * {self.turns})"])
+        printed = self._execute_tool(
+            "PythonCodeExecutorToolGroup", "python", [f"print({self.factor} * {self.turns})"]
+        )
         messages = [{"role": "user", "content": "b"}]
-        return {"observations": messages, "reward": float(printed), "done": self.turns == 3, "metadata": {}}
+        return {
+            "observations": messages,
+            "reward": float(printed),
+            "done": self.turns == 3,
+            "metadata": {},
+        }
 
 
 skyrl_gym.register("calculator", entry_point=Calculator)
 calculator = rollout_of("calculator", factor=10)
 
 
-def test_tools_of_the_package_run_in_tool_processes_and_errors_end_one_conversation(demo: Demo) -> None:
-    rollout = make_rollout(demo, "calculator", f"environment.path={__file__}", f"{TURNS}.max_turn_tokens=2")
+def test_tools_of_the_package_run_in_tool_processes_and_errors_end_one_conversation(
+    demo: Demo,
+) -> None:
+    rollout = make_rollout(
+        demo, "calculator", f"environment.path={__file__}", f"{TURNS}.max_turn_tokens=2"
+    )
     batch = rollout.generate_sequences(prompts(4)).batch
     assert batch["num_turns"].tolist() == [3, 1, 2, 3]
     assert batch["environment_score"].tolist() == [60.0, 0.0, 10.0, 60.0]
@@ -108,11 +133,19 @@ def test_tools_of_the_package_run_in_tool_processes_and_errors_end_one_conversat
 
 
 @pytest.mark.parametrize(
-    ("key", "num_turns"), [("max_assistant_turns=2", 2), ("max_user_turns=1", 2), ("max_turn_tokens=9", 3)]
+    ("key", "num_turns"),
+    [("max_assistant_turns=2", 2), ("max_user_turns=1", 2), ("max_turn_tokens=9", 3)],
 )
 def test_the_limits_of_the_config_hold(demo: Demo, key: str, num_turns: int) -> None:
-    keys = [f"environment.path={__file__}", f"{TURNS}.max_turn_tokens=2", f"{TURNS}.{key}", f"{HERE}.ignore_eos=true"]
-    batch = make_rollout(demo, "calculator", *keys, response=200).generate_sequences(prompts(1)).batch
+    keys = [
+        f"environment.path={__file__}",
+        f"{TURNS}.max_turn_tokens=2",
+        f"{TURNS}.{key}",
+        f"{HERE}.ignore_eos=true",
+    ]
+    batch = (
+        make_rollout(demo, "calculator", *keys, response=200).generate_sequences(prompts(1)).batch
+    )
     assert batch["num_turns"].tolist() == [num_turns]
 
 

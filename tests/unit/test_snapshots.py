@@ -62,7 +62,9 @@ def test_a_keeper_owns_a_private_folder_and_tells_which_files_are_complete(tmp_p
         (folder / "late").write_text("4")
 
 
-def test_a_folder_that_was_removed_is_made_again_as_soon_as_that_is_possible(tmp_path: Path) -> None:
+def test_a_folder_that_was_removed_is_made_again_as_soon_as_that_is_possible(
+    tmp_path: Path,
+) -> None:
     shared_memory = tmp_path / "shared"
     keeper = Keeper(number_in, shared_memory)  # it starts although there is no shared memory
     with pytest.raises(OSError, match="No such file"):

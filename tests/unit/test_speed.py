@@ -36,12 +36,25 @@ def seconds(python: Python, *arguments: str) -> float:
     ],
     ids=["standard", "json", "split with memory", "with advice"],
 )
-def test_the_plan_of_1024_nodes_takes_under_a_second(python: Python, arguments: tuple[str, ...]) -> None:
-    command = ("-m", "rolepool", "plan", "trainer.nnodes=1024", "trainer.n_gpus_per_node=8", *BATCHES, *arguments)
+def test_the_plan_of_1024_nodes_takes_under_a_second(
+    python: Python, arguments: tuple[str, ...]
+) -> None:
+    command = (
+        "-m",
+        "rolepool",
+        "plan",
+        "trainer.nnodes=1024",
+        "trainer.n_gpus_per_node=8",
+        *BATCHES,
+        *arguments,
+    )
     assert min(seconds(python, *command) for _ in range(3)) < 1
 
 
 def test_help_takes_at_most_three_times_as_long_as_importing_pydantic(python: Python) -> None:
-    rounds = [(seconds(python, "-m", "rolepool", "--help"), seconds(python, "-c", "import pydantic")) for _ in range(5)]
+    rounds = [
+        (seconds(python, "-m", "rolepool", "--help"), seconds(python, "-c", "import pydantic"))
+        for _ in range(5)
+    ]
     helps, imports = zip(*rounds, strict=True)
     assert statistics.median(helps) < 3 * statistics.median(imports)

@@ -37,7 +37,12 @@ def test_all_problems_are_reported_together_and_without_torch(
     assert lines[0] == (
         f"error: {KEY}=recipes/shapes/qwen2.5-05b: there is no such folder; did you mean recipes/shapes/qwen2.5-0.5b?"
     )
-    for key in ("data.train_files=", "custom_reward_function.path=", "actor_rollout_ref.rollout.tensor_", "trainer.nn"):
+    for key in (
+        "data.train_files=",
+        "custom_reward_function.path=",
+        "actor_rollout_ref.rollout.tensor_",
+        "trainer.nn",
+    ):
         assert len([line for line in lines if line.startswith(f"error: {key}")]) == 1, (key, lines)
     assert len(lines) == 5
 
@@ -93,7 +98,9 @@ def test_mistakes_of_all_kinds_are_reported_in_one_round(rolepool: Rolepool, fol
     assert [path.name for path in folder.iterdir()] == ["val.jsonl"]
 
 
-def test_a_plan_with_mistakes_also_says_why_training_would_not_start(rolepool: Rolepool, folder: Path) -> None:
+def test_a_plan_with_mistakes_also_says_why_training_would_not_start(
+    rolepool: Rolepool, folder: Path
+) -> None:
     words = [f"{key}={value}" for key, value in {**MISTAKES, **RIGHT}.items()]
     planned = rolepool("plan", *words)
     assert (planned.code, planned.out) == (2, "")
@@ -101,7 +108,9 @@ def test_a_plan_with_mistakes_also_says_why_training_would_not_start(rolepool: R
     later = "training does not start: "
     assert [line.startswith(later) for line in lines] == [False] * 4 + [True] * 6, lines
     mistakes = [line.removeprefix(later) for line in lines]
-    assert are_all([*mistakes[:3], mistakes[5], mistakes[4], mistakes[3], *mistakes[6:]]), "counts before models"
+    assert are_all([*mistakes[:3], mistakes[5], mistakes[4], mistakes[3], *mistakes[6:]]), (
+        "counts before models"
+    )
     with pytest.raises(ConfigError) as raised:
         rp.plan(**MISTAKES, **RIGHT)
     assert raised.value.problems == tuple(lines)
@@ -109,11 +118,15 @@ def test_a_plan_with_mistakes_also_says_why_training_would_not_start(rolepool: R
     assert "nowhere.parquet" not in elsewhere, "another machine may have the files"
 
 
-def test_a_plan_warns_of_files_that_this_machine_does_not_have(rolepool: Rolepool, folder: Path) -> None:
+def test_a_plan_warns_of_files_that_this_machine_does_not_have(
+    rolepool: Rolepool, folder: Path
+) -> None:
     words = ["data.train_files=nowhere.parquet", "trainer.device=cpu", "trainer.n_gpus_per_node=2"]
     here, elsewhere = rolepool("plan", *words), rolepool("plan", *words, "--inventory", "2")
     assert (here.code, elsewhere.code) == (0, 0)
-    begins = "warning: training does not start: data.train_files=nowhere.parquet: is not a local file"
+    begins = (
+        "warning: training does not start: data.train_files=nowhere.parquet: is not a local file"
+    )
     assert [line.startswith(begins) for line in here.err.splitlines()] == [True]
     assert elsewhere.err == ""
     unplaced = rolepool("plan", *words[:2], "trainer.n_gpus_per_node=1", "placement.strategy=split")
@@ -126,7 +139,13 @@ def test_a_plan_warns_of_files_that_this_machine_does_not_have(rolepool: Rolepoo
 
 @pytest.mark.parametrize(
     ("path", "warns"),
-    [("./models/lama", True), ("~nobody-with-this-name/x", True), ("x" * 300, True), ("SHAPE", False), ("a/b", False)],
+    [
+        ("./models/lama", True),
+        ("~nobody-with-this-name/x", True),
+        ("x" * 300, True),
+        ("SHAPE", False),
+        ("a/b", False),
+    ],
 )
 def test_a_plan_warns_of_a_model_that_is_not_there(
     rolepool: Rolepool, root: Path, folder: Path, path: str, warns: bool
@@ -138,17 +157,30 @@ def test_a_plan_warns_of_a_model_that_is_not_there(
     assert [line.startswith(begins) for line in outcome.err.splitlines()] == [True] * warns
 
 
-def test_rows_of_a_python_program_are_checked_together_with_the_rest_and_nothing_stays(folder: Path) -> None:
+def test_rows_of_a_python_program_are_checked_together_with_the_rest_and_nothing_stays(
+    folder: Path,
+) -> None:
     rows = [{"prompt": "a", "data_source": "exact_match"}]
     with pytest.raises(ConfigError) as raised:
-        rp.train(data=rows, val_data=[3], config="demo", **{"trainer.seeed": 1, "data.answer_key": "answer"})
+        rp.train(
+            data=rows,
+            val_data=[3],
+            config="demo",
+            **{"trainer.seeed": 1, "data.answer_key": "answer"},
+        )
     assert [problem.partition(":")[0] for problem in raised.value.problems] == [
         "trainer.seeed=1",
         "val data",
         "train data, line 1",
     ]
-    with pytest.raises(ConfigError) as raised:  # the rows can be checked even if there is no folder for them
-        rp.train(data=rows, config="demo", **{"trainer.default_local_dir": [1], "data.answer_key": "answer"})
+    with pytest.raises(
+        ConfigError
+    ) as raised:  # the rows can be checked even if there is no folder for them
+        rp.train(
+            data=rows,
+            config="demo",
+            **{"trainer.default_local_dir": [1], "data.answer_key": "answer"},
+        )
     assert [problem.partition(":")[0] for problem in raised.value.problems] == [
         "trainer.default_local_dir=[1]",
         "train data, line 1",
@@ -159,9 +191,21 @@ def test_rows_of_a_python_program_are_checked_together_with_the_rest_and_nothing
 @pytest.mark.parametrize(
     ("gpus", "words", "problem"),
     [
-        (0, "trainer.device=cuda", "error: trainer.device=cuda: this machine has no GPU; set trainer.device=cpu"),
-        (2, "trainer.n_gpus_per_node=4", "error: trainer.n_gpus_per_node=4: this machine has 2 GPUs; use at most 2"),
-        (1, "trainer.n_gpus_per_node=2", "error: trainer.n_gpus_per_node=2: this machine has 1 GPU; use at most 1"),
+        (
+            0,
+            "trainer.device=cuda",
+            "error: trainer.device=cuda: this machine has no GPU; set trainer.device=cpu",
+        ),
+        (
+            2,
+            "trainer.n_gpus_per_node=4",
+            "error: trainer.n_gpus_per_node=4: this machine has 2 GPUs; use at most 2",
+        ),
+        (
+            1,
+            "trainer.n_gpus_per_node=2",
+            "error: trainer.n_gpus_per_node=2: this machine has 1 GPU; use at most 1",
+        ),
         (2, "trainer.n_gpus_per_node=2", None),
         (0, "trainer.n_gpus_per_node=2", None),
         (2, "trainer.n_gpus_per_node=4 trainer.device=cpu", None),
@@ -176,7 +220,9 @@ def test_the_gpus_of_a_local_run_are_counted(
     outcome = rolepool("train", *words.split())  # without a model, so that nothing starts
     found = [line for line in outcome.err.splitlines() if line.startswith("error: trainer.")]
     assert outcome.code == 2
-    assert [line.startswith(str(problem)) for line in found] == [True] * (problem is not None), outcome.err
+    assert [line.startswith(str(problem)) for line in found] == [True] * (problem is not None), (
+        outcome.err
+    )
 
 
 # Model paths
@@ -193,10 +239,16 @@ def test_the_gpus_of_a_local_run_are_counted(
         ("modles/llama/2b", "there is no such folder; did you mean models?"),
         ("models/llama/x/y", "there is no such folder; the folders in models/llama are 1b"),
         ("models/llama/1b/x", "there is no such folder; models/llama/1b contains no folder"),
-        ("models/llama", "has no weights and no config.json; give a folder with a config.json and *.safetensors files"),
+        (
+            "models/llama",
+            "has no weights and no config.json; give a folder with a config.json and *.safetensors files",
+        ),
         ("Qwen/Qwen2.5-0.5B", None),
         ("gpt2", None),
-        ("~nobody-with-this-name/x", "cannot be read (Could not determine home directory.); give a folder or a hub id"),
+        (
+            "~nobody-with-this-name/x",
+            "cannot be read (Could not determine home directory.); give a folder or a hub id",
+        ),
     ],
 )
 def test_a_mistyped_folder_is_answered_with_the_nearest_one_and_a_hub_id_is_left_alone(
@@ -214,7 +266,10 @@ def test_a_hub_id_in_the_cache_counts_even_if_a_folder_has_the_name_of_its_owner
     (tmp_path / "org").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert why_no_model(KEY, "org/name") == f"{KEY}=org/name: there is no such folder; org contains no folder"
+    assert (
+        why_no_model(KEY, "org/name")
+        == f"{KEY}=org/name: there is no such folder; org contains no folder"
+    )
     cached = tmp_path / "hub" / "models--org--name" / "snapshots" / "1"
     cached.mkdir(parents=True)
     (cached / "config.json").write_text("{}")
@@ -225,11 +280,26 @@ def test_a_hub_id_in_the_cache_counts_even_if_a_folder_has_the_name_of_its_owner
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("environment.path=nowhere.py environment.name=A", "environment.path=nowhere.py: cannot be imported"),
-        ("environment.path=FILE environment.name=B", "environment.name=B: there is no such environment in "),
-        ("environment.name=nowhere:A", "environment.name=nowhere:A: cannot be imported (ModuleNotFoundError"),
-        ("environment.path=FILE environment.name=A TURNS.format=nowhere:parse", "TURNS.format=nowhere:parse: cannot"),
-        ("environment.path=FILE environment.name=A ROLLOUT.tensor_model_parallel_size=2", "ROLLOUT.tensor_model_"),
+        (
+            "environment.path=nowhere.py environment.name=A",
+            "environment.path=nowhere.py: cannot be imported",
+        ),
+        (
+            "environment.path=FILE environment.name=B",
+            "environment.name=B: there is no such environment in ",
+        ),
+        (
+            "environment.name=nowhere:A",
+            "environment.name=nowhere:A: cannot be imported (ModuleNotFoundError",
+        ),
+        (
+            "environment.path=FILE environment.name=A TURNS.format=nowhere:parse",
+            "TURNS.format=nowhere:parse: cannot",
+        ),
+        (
+            "environment.path=FILE environment.name=A ROLLOUT.tensor_model_parallel_size=2",
+            "ROLLOUT.tensor_model_",
+        ),
     ],
 )
 def test_an_environment_that_cannot_be_used_is_one_line(
@@ -240,7 +310,11 @@ def test_an_environment_that_cannot_be_used_is_one_line(
     names = {"FILE": str(file), "TURNS": "ROLLOUT.multi_turn"}
     for name, text in {**names, "ROLLOUT": "actor_rollout_ref.rollout"}.items():
         words, problem = words.replace(name, text), problem.replace(name, text)
-    given = [f"{KEY}=recipes/shapes/qwen2.5-0.5b", "actor_rollout_ref.rollout.multi_turn.enable=true", *words.split()]
+    given = [
+        f"{KEY}=recipes/shapes/qwen2.5-0.5b",
+        "actor_rollout_ref.rollout.multi_turn.enable=true",
+        *words.split(),
+    ]
     outcome = rolepool(command, *given)
     assert outcome.code == 2
     found = [line for line in outcome.err.splitlines() if line.startswith(f"error: {problem}")]

@@ -30,20 +30,34 @@ def model(folder: Path, **files: Any) -> Path:
     folder.mkdir(exist_ok=True)
     added = [{"id": number, "content": text} for text, number in TOKENS.items()]
     settings = {"eos_token": "<eos>", "chat_template": GEMMA_LIKE}
-    shape = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 4}
+    shape = {
+        "hidden_size": 4,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 4,
+    }
     shape |= {"vocab_size": 200_000, "eos_token_id": 1}
-    all_files = {"config": shape, "tokenizer": {"added_tokens": added}, "tokenizer_config": settings, **files}
+    all_files = {
+        "config": shape,
+        "tokenizer": {"added_tokens": added},
+        "tokenizer_config": settings,
+        **files,
+    }
     for name, content in all_files.items():
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
 
 
 def config_of(folder: Path, *words: str) -> Config:
-    return load_config([], [f"actor_rollout_ref.model.path={folder}", "trainer.n_gpus_per_node=1", *words]).config
+    return load_config(
+        [], [f"actor_rollout_ref.model.path={folder}", "trainer.n_gpus_per_node=1", *words]
+    ).config
 
 
 def warnings_of(config: Config) -> list[str]:
-    return [line for line in find_warnings(config, build_plan(config), on_cpus=False) if "turn" in line]
+    return [
+        line for line in find_warnings(config, build_plan(config), on_cpus=False) if "turn" in line
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +65,11 @@ def warnings_of(config: Config) -> list[str]:
     [
         ({}, (), "<eos> (1)"),
         ({"eos_token_id": 106}, (), "<eos> (1), <end_of_turn> (106)"),
-        ({"eos_token_id": [128008, 1, 106]}, (), "<eos> (1), <|eom_id|> (128008), <end_of_turn> (106)"),
+        (
+            {"eos_token_id": [128008, 1, 106]},
+            (),
+            "<eos> (1), <|eom_id|> (128008), <end_of_turn> (106)",
+        ),
         ({"eos_token_id": None}, (f"{KEY}=[106,7]",), "<eos> (1), <end_of_turn> (106), 7"),
     ],
 )
@@ -64,7 +82,9 @@ def test_the_end_tokens_of_all_files_and_of_the_user_are_used_and_shown_by_name(
 
 def test_what_the_config_file_does_not_say_is_not_assumed(tmp_path: Path) -> None:
     """The class of Llama in transformers has 2 as its end token if config.json has none."""
-    folder = model(tmp_path / "model", config={"model_type": "llama", "vocab_size": 9}, tokenizer_config={})
+    folder = model(
+        tmp_path / "model", config={"model_type": "llama", "vocab_size": 9}, tokenizer_config={}
+    )
     assert read_stop_tokens(config_of(folder)).ids == ()
 
 
@@ -81,7 +101,9 @@ def test_a_template_whose_end_of_turn_ends_no_response_is_warned_of(tmp_path: Pa
     assert warnings_of(config_of(folder)) == []
 
 
-def test_the_template_may_be_a_file_of_its_own_and_end_turns_with_plain_text(tmp_path: Path) -> None:
+def test_the_template_may_be_a_file_of_its_own_and_end_turns_with_plain_text(
+    tmp_path: Path,
+) -> None:
     folder = model(tmp_path / "model")
     template = "{% for message in messages %}{{ message.content }}\n\n### Next{% endfor %}"
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -89,7 +111,9 @@ def test_the_template_may_be_a_file_of_its_own_and_end_turns_with_plain_text(tmp
     assert "ends a turn with '### Next', which does not end a response" in warning
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% for %}", "{{ messages[9].content }}", "text"])
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no') }}", "{% for %}", "{{ messages[9].content }}", "text"]
+)
 def test_a_template_that_cannot_be_tried_gives_no_warning(template: str, tmp_path: Path) -> None:
     settings = {"eos_token": {"content": "<eos>"}, "chat_template": template}
     config = config_of(model(tmp_path / "model", tokenizer_config=settings))
@@ -99,22 +123,30 @@ def test_a_template_that_cannot_be_tried_gives_no_warning(template: str, tmp_pat
 
 def test_texts_that_end_a_response_elsewhere_are_reported(tmp_path: Path) -> None:
     generation = {"eos_token_id": 106, "stop_strings": ["User:"]}
-    (warning,) = read_stop_tokens(config_of(model(tmp_path / "model", generation_config=generation))).warnings()
+    (warning,) = read_stop_tokens(
+        config_of(model(tmp_path / "model", generation_config=generation))
+    ).warnings()
     assert "stop_strings ('User:'), which are not used" in warning
 
 
 @pytest.mark.parametrize("wrong", ["x", [1, None], -1, 1.5, True])
 def test_an_end_token_that_is_none_is_one_line_with_its_file(wrong: Any, tmp_path: Path) -> None:
     config = config_of(model(tmp_path / "model", generation_config={"eos_token_id": wrong}))
-    with pytest.raises(ConfigError, match=r"^generation_config.json: eos_token_id=.* must be a number of a token"):
+    with pytest.raises(
+        ConfigError, match=r"^generation_config.json: eos_token_id=.* must be a number of a token"
+    ):
         read_stop_tokens(config)
-    assert any("generation_config.json" in line for line in find_problems(config, build_plan(config)))
+    assert any(
+        "generation_config.json" in line for line in find_problems(config, build_plan(config))
+    )
 
 
 def test_a_token_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
     config = config_of(model(tmp_path / "model"), f"{KEY}=[106,200000]")
     problems = [line for line in find_problems(config, build_plan(config)) if KEY in line]
-    assert problems == [f"{KEY}=[106,200000]: the model has 200000 tokens, numbered from 0; remove [200000]"]
+    assert problems == [
+        f"{KEY}=[106,200000]: the model has 200000 tokens, numbered from 0; remove [200000]"
+    ]
 
 
 def test_training_uses_the_same_tokens_as_the_plan_shows(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The supervisor of `rolepool train`, with real processes and signals, and drivers that do not train."""
+"""The supervisor of `rolepool train`, with real processes and signals, and drivers that do not
+train."""
 
 from __future__ import annotations
 
@@ -66,7 +67,11 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def test_a_killed_driver_is_restarted_until_the_limit(tmp_path: Path) -> None:
-    run = start(tmp_path, "say(death and death.what)\nos.kill(os.getpid(), signal.SIGKILL)", "trainer.max_restarts=2")
+    run = start(
+        tmp_path,
+        "say(death and death.what)\nos.kill(os.getpid(), signal.SIGKILL)",
+        "trainer.max_restarts=2",
+    )
     output, _ = run.communicate(timeout=HANGS_S)
     assert run.returncode == 128 + 9
     died = "driver, killed by signal 9"
@@ -96,9 +101,14 @@ if death is not None:
 os.kill(os.getpid(), signal.SIGSEGV)"""
     output, _ = start(tmp_path, driver, "trainer.max_restarts=1").communicate(timeout=HANGS_S)
     lines = [line.partition(";")[2] for line in output.splitlines() if line.startswith("driver")]
-    assert lines[:-1] == [" restarting from the newest checkpoint (1 of 1 without a new step)"] * 2, output
+    assert (
+        lines[:-1] == [" restarting from the newest checkpoint (1 of 1 without a new step)"] * 2
+    ), output
     assert lines[-1].startswith(" not restarted any more (trainer.max_restarts=1)")
-    assert [line for line in output.splitlines() if line.startswith("after")] == ["after step 2", "after step 3"]
+    assert [line for line in output.splitlines() if line.startswith("after")] == [
+        "after step 2",
+        "after step 3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +142,10 @@ finally:
     first_line(run)
     os.killpg(run.pid, number)
     output, _ = run.communicate(timeout=HANGS_S)
-    assert (run.returncode, output.split("\n")) == (128 + number, [f"signal {number:d}", "child None", ""])
+    assert (run.returncode, output.split("\n")) == (
+        128 + number,
+        [f"signal {number:d}", "child None", ""],
+    )
 
 
 @pytest.mark.parametrize("who", ["supervisor", "driver"])
@@ -147,7 +160,9 @@ time.sleep(300)"""
         os.kill(run.pid if who == "supervisor" else driver_pid, signal.SIGKILL)
         assert run.wait(timeout=HANGS_S) == (-9 if who == "supervisor" else 128 + 9)
         wait_until(lambda: ended(driver_pid))
-        if who == "driver":  # the processes of Ray notice the end of a driver themselves, other ones may not
+        if (
+            who == "driver"
+        ):  # the processes of Ray notice the end of a driver themselves, other ones may not
             wait_until(lambda: ended(child_pid))
     finally:
         if not ended(child_pid):
@@ -160,14 +175,19 @@ def test_a_driver_that_somebody_ended_is_not_restarted(tmp_path: Path) -> None:
     assert (run.returncode, output) == (128 + 15, "started\n")
 
 
-def test_in_a_terminal_ctrl_c_reaches_the_driver_once_and_the_driver_sees_the_terminal(tmp_path: Path) -> None:
+def test_in_a_terminal_ctrl_c_reaches_the_driver_once_and_the_driver_sees_the_terminal(
+    tmp_path: Path,
+) -> None:
     driver = """
 signal.signal(signal.SIGINT, ask)
 say(f"{sys.stdout.isatty()} {os.get_terminal_size().columns > 0 or os.get_terminal_size().lines == 0}")
 time.sleep(300)"""
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(sys.executable, [sys.executable, "-c", PROGRAM + driver.replace("\n", "\n    "), str(tmp_path)])
+        os.execv(
+            sys.executable,
+            [sys.executable, "-c", PROGRAM + driver.replace("\n", "\n    "), str(tmp_path)],
+        )
     output = b""
     while b"True" not in output:
         output += os.read(terminal, 1000)

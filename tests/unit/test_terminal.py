@@ -1,4 +1,5 @@
-"""What data, models and users write is shown as text: it cannot control the terminal or a spreadsheet."""
+"""What data, models and users write is shown as text: it cannot control the terminal or a
+spreadsheet."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def assert_inert(output: str) -> None:
     assert printable(output) == output, repr(output)
 
 
-@pytest.mark.parametrize("text", ["", "plain", "two\nlines\tand a tab", "数学\u3000题", "naïve 🙂", "\xa0"])
+@pytest.mark.parametrize(
+    "text", ["", "plain", "two\nlines\tand a tab", "数学\u3000题", "naïve 🙂", "\xa0"]
+)
 def test_text_stays_as_it_is(text: str) -> None:
     assert printable(text) == text
 
@@ -61,7 +64,9 @@ def test_the_lines_and_samples_of_a_run_are_escaped(capsys: pytest.CaptureFixtur
 
 def test_colours_of_our_own_still_reach_a_terminal() -> None:
     file = io.StringIO()
-    Terminal(file=file, force_terminal=True, color_system="standard", width=99).print(HOSTILE, style="red")
+    Terminal(file=file, force_terminal=True, color_system="standard", width=99).print(
+        HOSTILE, style="red"
+    )
     without_bell = SHOWN.replace("\\x07", "")  # rich removes it
     assert file.getvalue() == f"\x1b[31m{without_bell}\x1b[0m\n"
 
@@ -71,12 +76,16 @@ def hostile_run(tmp_path: Path) -> Path:
     """A run whose folder and whose metrics have such names."""
     folder = write_run(tmp_path / "run", "split")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [{**row, f"val-core/{HOSTILE}/reward/mean@1": 0.5, '=HYPERLINK("x")': -1.0} for row in rows]
+    rows = [
+        {**row, f"val-core/{HOSTILE}/reward/mean@1": 0.5, '=HYPERLINK("x")': -1.0} for row in rows
+    ]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder.rename(tmp_path / "=run \x1b[2J[red]")
 
 
-def test_watch_and_compare_are_escaped(hostile_run: Path, tmp_path: Path, rolepool: Callable[..., Outcome]) -> None:
+def test_watch_and_compare_are_escaped(
+    hostile_run: Path, tmp_path: Path, rolepool: Callable[..., Outcome]
+) -> None:
     other = Path(shutil.copytree(hostile_run, tmp_path / "other"))
     compare = ["compare", str(hostile_run), str(other), "--output-dir", str(tmp_path / "c")]
     for arguments in (["watch", str(hostile_run), "--once"], compare):

@@ -15,7 +15,9 @@ from rolepool.models.training import TrainedModel
 def trained() -> TrainedModel:
     keys = load_config([], []).config.critic
     fsdp = keys.model.fsdp_config
-    return TrainedModel(nn.Linear(2, 1), device="cpu", optim=keys.optim, fsdp=fsdp, grad_clip=1.0, num_steps=10)
+    return TrainedModel(
+        nn.Linear(2, 1), device="cpu", optim=keys.optim, fsdp=fsdp, grad_clip=1.0, num_steps=10
+    )
 
 
 def test_after_an_update_that_failed_its_weights_are_not_used(trained: TrainedModel) -> None:

@@ -67,8 +67,12 @@ def test_the_example_of_the_page_trains_the_sampled_tokens_alone(
     for row, response in enumerate(rows_of_responses(batch)):
         turns, mask, letters = sampled[row], masks[row], [4 + row // 8, 4 + row % 8]
         assert ids[row][: num_prompt[row]].tolist() == [*letters, 3]
-        assert response[mask].tolist() == [token for turn in turns for token in turn.token_ids.tolist()]
-        assert log_probs[row][mask].tolist() == [value for turn in turns for value in turn.log_probs.tolist()]
+        assert response[mask].tolist() == [
+            token for turn in turns for token in turn.token_ids.tolist()
+        ]
+        assert log_probs[row][mask].tolist() == [
+            value for turn in turns for value in turn.log_probs.tolist()
+        ]
         assert response[~mask].tolist() == [*letters, 3]
         (trace,) = episodes[row].traces
         (branch,) = trace.branches
@@ -101,13 +105,28 @@ class Player(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
     NEEDS_CONTAINER = False
 
     async def launch(
-        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: Any,
+        data: Any,
     ) -> Any:
         messages: list[Any] = [{"role": "user", "content": data.prompt}]
 
         async def ask(client: httpx.AsyncClient, chat: list[Any]) -> Any:
-            function = {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}
-            tools = {"tools": [{"type": "function", "function": function}]} if data.prompt == "f" else {}
+            function = {
+                "name": "look",
+                "description": "",
+                "parameters": {"type": "object", "properties": {}},
+            }
+            tools = (
+                {"tools": [{"type": "function", "function": function}]}
+                if data.prompt == "f"
+                else {}
+            )
             body = {"model": ctx.model, "messages": chat, **tools}
             answer = (await client.post("/chat/completions", json=body)).raise_for_status().json()
             return answer["choices"][0]["message"]
@@ -127,18 +146,26 @@ class Player(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-def rollout_for(demo: Demo, folder: Path, *keys: str, config: str = "", renderer: Any = None) -> Any:
+def rollout_for(
+    demo: Demo, folder: Path, *keys: str, config: str = "", renderer: Any = None
+) -> Any:
     """A rollout of the tasks and the harness of this file."""
     agent = "{'harness': {'id': 'test_verifiers'}, 'runtime': {'type': 'subprocess'}}"
     given = config or f"{{'taskset': {{'id': 'test_verifiers'}}, 'agent': {agent}}}"
     file = folder / f"{folder.name.replace('-', '_')}_rollout.py"
     text = f"from {ADAPTER} import rollout_of\nrollout = rollout_of({given}, {renderer})\n"
     file.write_text(text, encoding="utf-8")
-    return make_rollout(demo, "rollout", f"environment.path={file}", f"{TURNS}.max_turn_tokens=2", *keys)
+    return make_rollout(
+        demo, "rollout", f"environment.path={file}", f"{TURNS}.max_turn_tokens=2", *keys
+    )
 
 
-def test_limits_of_the_config_end_a_conversation_and_it_is_scored(demo: Demo, tmp_path: Path) -> None:
-    for number, (key, num_turns) in enumerate([("max_assistant_turns=3", 3), ("max_user_turns=1", 2)]):
+def test_limits_of_the_config_end_a_conversation_and_it_is_scored(
+    demo: Demo, tmp_path: Path
+) -> None:
+    for number, (key, num_turns) in enumerate(
+        [("max_assistant_turns=3", 3), ("max_user_turns=1", 2)]
+    ):
         folder = tmp_path / f"limits_{number}"
         folder.mkdir()
         batch = rollout_for(demo, folder, f"{TURNS}.{key}").generate_sequences(rows(1)).batch
@@ -146,12 +173,17 @@ def test_limits_of_the_config_end_a_conversation_and_it_is_scored(demo: Demo, tm
         assert batch["num_tool_errors"].tolist() == [0]
     rollout = rollout_for(demo, tmp_path, "data.max_response_length=7", f"{HERE}.ignore_eos=true")
     batch = rollout.generate_sequences(rows(1)).batch
-    assert batch["environment_score"].tolist() == [2.0], "2 tokens, 2 of the message, 2 tokens, then 1 of 2"
+    assert batch["environment_score"].tolist() == [2.0], (
+        "2 tokens, 2 of the message, 2 tokens, then 1 of 2"
+    )
     assert batch["num_response_tokens"].tolist() == [6]
 
 
 def test_an_episode_that_fails_has_score_0_and_is_counted(
-    demo: Demo, tmp_path: Path, caplog: pytest.LogCaptureFixture, sampled: dict[int, list[Completion]]
+    demo: Demo,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    sampled: dict[int, list[Completion]],
 ) -> None:
     rollout = rollout_for(demo, tmp_path)
     tasks = [0, 2, 3]
@@ -160,8 +192,12 @@ def test_an_episode_that_fails_has_score_0_and_is_counted(
     assert batch["environment_score"].tolist() == [4.0, 0.0, 0.0]
     assert batch["num_tool_errors"].tolist() == [0, 1, 1]
     assert "no second turn" in caplog.text
-    for row, (response, mask) in enumerate(zip(rows_of_responses(batch), batch["response_mask"].unbind(), strict=True)):
-        assert response[mask].tolist() == [token for turn in sampled[row] for token in turn.token_ids.tolist()]
+    for row, (response, mask) in enumerate(
+        zip(rows_of_responses(batch), batch["response_mask"].unbind(), strict=True)
+    ):
+        assert response[mask].tolist() == [
+            token for turn in sampled[row] for token in turn.token_ids.tolist()
+        ]
 
 
 def test_two_requests_at_the_same_time_do_not_mix_their_tokens(
@@ -175,11 +211,15 @@ def test_two_requests_at_the_same_time_do_not_mix_their_tokens(
 
 def test_what_keeps_a_conversation_from_starting_ends_the_run(demo: Demo, tmp_path: Path) -> None:
     rollout = rollout_for(demo, tmp_path)
-    with pytest.raises(RolepoolError, match=r"one agent must answer, for line 1; errors: .*no start"):
+    with pytest.raises(
+        RolepoolError, match=r"one agent must answer, for line 1; errors: .*no start"
+    ):
         rollout.generate_sequences(rows(5)[1:2])
     with pytest.raises(RolepoolError, match=r"line 6: extra_info\.index=6: write a number below 6"):
         rollout.generate_sequences(rows(7)[6:])
-    assert rollout.generate_sequences(rows(1)).batch["num_turns"].tolist() == [4], "it works after that"
+    assert rollout.generate_sequences(rows(1)).batch["num_turns"].tolist() == [4], (
+        "it works after that"
+    )
 
 
 def test_tools_need_a_parser(demo: Demo, tmp_path: Path) -> None:
@@ -216,13 +256,16 @@ def test_the_server_is_on_loopback_and_wants_its_token(
             for token in ("", "Bearer x", right[:-1], right + "x", right):
                 reply = await client.get(f"{url}/models", headers={"Authorization": token})
                 posted = await client.post(
-                    url.replace("/v1", "/inference/v1/generate"), headers={"Authorization": "Bearer x"}
+                    url.replace("/v1", "/inference/v1/generate"),
+                    headers={"Authorization": "Bearer x"},
                 )
                 asked.append((url, reply.status_code))
                 assert posted.status_code == 401
         return await run_episode(self, task, context, **options)
 
     monkeypatch.setattr(vf.Env, "run_episode", asking)
-    make_rollout(demo, "rollout", f"environment.path={pages / 'my_verifiers.py'}").generate_sequences(rows(1))
+    make_rollout(
+        demo, "rollout", f"environment.path={pages / 'my_verifiers.py'}"
+    ).generate_sequences(rows(1))
     assert [status for _, status in asked] == [401, 401, 401, 401, 200]
     assert all(url.startswith("http://127.0.0.1:") for url, _ in asked)

@@ -1,4 +1,5 @@
-"""Launch scripts of verl: 24 public ones with all their keys, other names of keys, keys without effect, YAML files."""
+"""Launch scripts of verl: 24 public ones with all their keys, other names of keys, keys without
+effect, YAML files."""
 
 from __future__ import annotations
 
@@ -18,14 +19,19 @@ from rolepool.errors import ConfigError
 ROOT = Path(__file__).parents[1]
 SCRIPTS: dict[str, list[str]] = json.loads((ROOT / "verl_scripts.json").read_text())
 
-# For each script: how many of its keys rolepool has, how many have no effect, and the keys that are refused.
+# For each script: how many of its keys rolepool has, how many have no effect, and the keys that are
+# refused.
 TABLE: dict[str, tuple[int, int, list[str]]] = {
     "grpo_trainer__run_deepseek7b_llm_math": (37, 0, []),
     "grpo_trainer__run_deepseek7b_llm_seq_balance": (36, 0, []),
     "grpo_trainer__run_gptoss_20b": (38, 3, ["actor_rollout_ref.actor.fsdp_config.model_dtype"]),
     "grpo_trainer__run_qwen2-7b_math_trtllm": (41, 7, []),
     "grpo_trainer__run_qwen2_5-3b_gsm8k_grpo_lora": (41, 2, []),
-    "grpo_trainer__run_qwen2_5-3b_gsm8k_grpo_lora_from_adapter": (38, 3, ["actor_rollout_ref.model.lora_adapter_path"]),
+    "grpo_trainer__run_qwen2_5-3b_gsm8k_grpo_lora_from_adapter": (
+        38,
+        3,
+        ["actor_rollout_ref.model.lora_adapter_path"],
+    ),
     "grpo_trainer__run_qwen3-8b": (37, 0, []),
     "grpo_trainer__run_seed_oss_36b": (42, 5, []),
     "ppo_trainer__run_deepseek7b_llm_modelscope": (38, 0, []),
@@ -113,7 +119,9 @@ def test_other_names_stand_for_keys_that_exist() -> None:
         "ray_init.num_cpus=4": "ray_kwargs.ray_init.num_cpus",
     }.items():
         assert load(setting).set_keys == {key}
-        assert load_config([{key_of(setting): None}]).set_keys == set(), "null in a file does not replace the key"
+        assert load_config([{key_of(setting): None}]).set_keys == set(), (
+            "null in a file does not replace the key"
+        )
 
 
 def test_every_other_name_of_a_value_is_accepted() -> None:
@@ -132,11 +140,20 @@ def test_every_other_name_of_a_value_is_accepted() -> None:
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1", "whole sequences"),
         ("actor_rollout_ref.rollout.enable_chunked_prefill=False", "another engine"),
         ("actor_rollout_ref.rollout.mode=async", "another engine"),
-        ("+actor_rollout_ref.rollout.engine_kwargs.sglang.chunked_prefill_size=32", "another engine"),
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.sglang.chunked_prefill_size=32",
+            "another engine",
+        ),
         ("actor_rollout_ref.actor.profiler.ranks=[0,4]", "rolepool report"),
         ("global_profiler.global_tool_config.nsys.discrete=True", "rolepool report"),
-        ("actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=true", "environment.name names the class"),
-        ("actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent", "environment.name names the class"),
+        (
+            "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=true",
+            "environment.name names the class",
+        ),
+        (
+            "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent",
+            "environment.name names the class",
+        ),
         ("actor_rollout_ref.rollout.response_length=512", "set data.max_response_length"),
         ("data.image_key=images", "only texts are read"),
         ("reward_model.reward_loop_source=register", "custom_reward_function.path"),
@@ -165,17 +182,27 @@ def test_a_key_that_repeats_the_value_of_another_is_accepted() -> None:
         "actor_rollout_ref.rollout.response_length",
     ]
     refused = problems(*words, "actor_rollout_ref.rollout.response_length=78")
-    assert refused == ["actor_rollout_ref.rollout.response_length=78: not supported: set data.max_response_length"]
+    assert refused == [
+        "actor_rollout_ref.rollout.response_length=78: not supported: set data.max_response_length"
+    ]
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["critic.ppo_max_token_len_per_gpu=8", "algorithm.adv_estimator=grpo"], "there is no critic"),
-        (["trainer.resume_from_path=/x", "trainer.resume_mode=auto"], "trainer.resume_mode=auto does not use it"),
+        (
+            ["critic.ppo_max_token_len_per_gpu=8", "algorithm.adv_estimator=grpo"],
+            "there is no critic",
+        ),
+        (
+            ["trainer.resume_from_path=/x", "trainer.resume_mode=auto"],
+            "trainer.resume_mode=auto does not use it",
+        ),
     ],
 )
-def test_a_key_of_rolepool_that_nothing_reads_is_accepted_and_explained(words: list[str], reason: str) -> None:
+def test_a_key_of_rolepool_that_nothing_reads_is_accepted_and_explained(
+    words: list[str], reason: str
+) -> None:
     assert load(*words).without_effect == {words[0]: reason}
 
 
@@ -188,7 +215,9 @@ def test_a_key_of_rolepool_that_nothing_reads_is_accepted_and_explained(words: l
         ("critic.model.enable_activation_offload=true", "needs more memory"),
     ],
 )
-def test_a_request_that_is_not_met_but_changes_no_result_is_warned_of(setting: str, reason: str) -> None:
+def test_a_request_that_is_not_met_but_changes_no_result_is_warned_of(
+    setting: str, reason: str
+) -> None:
     (warning,) = load(setting).warnings
     assert warning.startswith(f"{setting}: no effect: ")
     assert reason in warning
@@ -197,17 +226,35 @@ def test_a_request_that_is_not_met_but_changes_no_result_is_warned_of(setting: s
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "only FSDP2 is supported; remove it"),
+        (
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+            "only FSDP2 is supported; remove it",
+        ),
         ("critic.strategy=megatron", "only FSDP2 is supported"),
-        ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", "trained weights are float32; remove it"),
-        ("data.tool_config_path=tools.yaml", "environment.name names the class or function with the tools"),
-        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "environment.name names the class"),
-        ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "environment.name names the class"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
+            "trained weights are float32; remove it",
+        ),
+        (
+            "data.tool_config_path=tools.yaml",
+            "environment.name names the class or function with the tools",
+        ),
+        (
+            "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml",
+            "environment.name names the class",
+        ),
+        (
+            "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+            "environment.name names the class",
+        ),
         ("actor_rollout_ref.rollout.use_fire_sampling=true", "rollout.temperature; remove it"),
         ("actor_rollout_ref.rollout.prompt_length=7", "set data.max_prompt_length"),
         ("actor_rollout_ref.actor.freeze_vision_tower=true", "have no vision tower; remove it"),
         ("actor_rollout_ref.ref.model.path=another/model", "the policy before training; remove it"),
-        ("actor_rollout_ref.model.hf_config_path=/x", "set override_config to replace entries of it"),
+        (
+            "actor_rollout_ref.model.hf_config_path=/x",
+            "set override_config to replace entries of it",
+        ),
         ("data.image_key=pictures", "only texts are read; remove it"),
         ("reward_model.reward_loop_module_path=mine", "set custom_reward_function.path"),
         ("reward_model.reward_loop_class_name=Mine", "set custom_reward_function.path"),
@@ -216,11 +263,16 @@ def test_a_request_that_is_not_met_but_changes_no_result_is_warned_of(setting: s
         ("algorithm.filter_groups.enable=true", "prompts are not sampled again; remove it"),
         ("algorithm.rollout_correction.rollout_is=token", "does not correct differences"),
         ("reward_model.enable_resource_pool=true", "set placement.roles.reward_model"),
-        ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", "use tensor_model_parallel_size"),
+        (
+            "actor_rollout_ref.rollout.pipeline_model_parallel_size=2",
+            "use tensor_model_parallel_size",
+        ),
         ("actor_rollout_ref.ref.sync_ref_model=true", "keeps its weights"),
     ],
 )
-def test_a_key_that_would_change_results_is_refused_with_the_reason(setting: str, reason: str) -> None:
+def test_a_key_that_would_change_results_is_refused_with_the_reason(
+    setting: str, reason: str
+) -> None:
     (problem,) = problems(setting)
     assert problem.startswith(f"{setting}: not supported: ")
     assert reason in problem
@@ -229,12 +281,16 @@ def test_a_key_that_would_change_results_is_refused_with_the_reason(setting: str
 def test_reasons_name_keys_that_exist() -> None:
     for other in VERL_KEYS.other_keys:
         for named in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", other.reason):
-            assert named in all_keys() or named in all_sections() or named == "chat_template.jinja", other
+            assert (
+                named in all_keys() or named in all_sections() or named == "chat_template.jinja"
+            ), other
 
 
 def test_micro_batch_sizes_have_no_effect_with_a_token_limit() -> None:
     loaded = load("critic.use_dynamic_bsz=true", "critic.ppo_micro_batch_size_per_gpu=5")
-    expected = {"critic.ppo_micro_batch_size_per_gpu=5": "critic.use_dynamic_bsz=true limits micro-batches by tokens"}
+    expected = {
+        "critic.ppo_micro_batch_size_per_gpu=5": "critic.use_dynamic_bsz=true limits micro-batches by tokens"
+    }
     assert loaded.without_effect == expected
     assert summarise(loaded, (8,), 80 * 2**30).problems == []  # 5 does not divide anything
 
@@ -256,7 +312,10 @@ def test_a_reference_may_name_a_key_without_effect(tmp_path: Path) -> None:
 
 
 def test_another_engine_needs_a_fallback_to_train() -> None:
-    name, fallback = "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.fallback=native"
+    name, fallback = (
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.fallback=native",
+    )
     (problem,) = load(name, NO_VLLM).why_not_trained()
     assert fallback in problem
     loaded = load(name, fallback)
@@ -265,7 +324,9 @@ def test_another_engine_needs_a_fallback_to_train() -> None:
     assert loaded.without_effect == {name: "fallback=native generates"}
     kwargs = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     swap_space = f"+{kwargs}.swap_space=32"
-    assert load(name, swap_space).config.actor_rollout_ref.rollout.engine_kwargs.vllm == {"swap_space": 32}
+    assert load(name, swap_space).config.actor_rollout_ref.rollout.engine_kwargs.vllm == {
+        "swap_space": 32
+    }
     assert load(swap_space).without_effect == {kwargs: "the engine is native"}
     own = load("actor_rollout_ref.rollout.name=my.module:Engine", fallback)
     assert own.config.actor_rollout_ref.rollout.engine == "my.module:Engine"
@@ -274,7 +335,10 @@ def test_another_engine_needs_a_fallback_to_train() -> None:
 def test_plan_says_where_training_will_not_start() -> None:
     loaded = load("trainer.test_freq=5", "actor_rollout_ref.model.lora_rank=8")
     warnings = summarise(loaded, None, None).warnings
-    for start in ("trainer.test_freq=5: there are no validation prompts", "actor_rollout_ref.model.lora_rank=8: not"):
+    for start in (
+        "trainer.test_freq=5: there are no validation prompts",
+        "actor_rollout_ref.model.lora_rank=8: not",
+    ):
         assert any(line.startswith(f"training does not start: {start}") for line in warnings)
 
 
@@ -332,12 +396,18 @@ def test_a_defaults_list_is_merged_in_its_order(tmp_path: Path) -> None:
     config = load(files=(str(tmp_path / "mine.yaml"),)).config
     actor = config.actor_rollout_ref.actor
     assert (actor.clip_ratio, actor.grad_clip, actor.optim.lr) == (0.3, 0.5, 0.125)
-    assert (config.data.seed, config.data.max_prompt_length, config.data.max_response_length) == (3, 40, 10)
+    assert (config.data.seed, config.data.max_prompt_length, config.data.max_response_length) == (
+        3,
+        40,
+        10,
+    )
 
 
 def test_the_base_config_of_verl_need_not_be_there(tmp_path: Path) -> None:
     searchpath = "hydra: {searchpath: [file://verl/trainer/config]}\n"
-    write_files(tmp_path, mine=f"{searchpath}defaults: [ppo_trainer, _self_]\ntrainer: {{seed: 7}}\n")
+    write_files(
+        tmp_path, mine=f"{searchpath}defaults: [ppo_trainer, _self_]\ntrainer: {{seed: 7}}\n"
+    )
     assert load(files=(str(tmp_path / "mine.yaml"),)).config.trainer.seed == 7
     write_files(tmp_path, mine="defaults: [my_base]\n")
     with pytest.raises(ConfigError, match=r"my_base\.yaml is not in"):
@@ -352,7 +422,10 @@ def test_the_options_of_hydra_name_a_file(tmp_path: Path) -> None:
 
     config = loaded(f"--config-path={tmp_path}", "--config-name=mine", "trainer.nnodes=1").config
     assert (config.trainer.seed, config.trainer.nnodes) == (7, 1)
-    assert loaded("--config-path", str(tmp_path), "--config-name", "mine.yaml").config.trainer.nnodes == 2
+    assert (
+        loaded("--config-path", str(tmp_path), "--config-name", "mine.yaml").config.trainer.nnodes
+        == 2
+    )
     assert loaded("--config-name=ppo_trainer").config == load().config
     with pytest.raises(ConfigError, match=r"other\.yaml"):
         loaded("--config-path", str(tmp_path), "--config-name", "other")

@@ -1,4 +1,5 @@
-"""All that a worker prints is in its file; the console gets some lines and how many it did not get."""
+"""All that a worker prints is in its file; the console gets some lines and how many it did not
+get."""
 
 from __future__ import annotations
 
@@ -14,14 +15,18 @@ from rolepool.cluster.process import MAX_LINES, LimitedOutput
 from rolepool.errors import logger
 
 
-def test_a_flood_is_cut_on_the_console_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_is_cut_on_the_console_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     console, file = io.StringIO(), tmp_path / "logs" / "pool-0.log"
     stream = LimitedOutput(console, file)
     for number in range(10_000):
         print(f"line {number}", file=stream)
     print("\n".join(["in one call"] * 10_000), file=stream, flush=True)
     assert len(file.read_text().splitlines()) == 20_000
-    assert len(console.getvalue().splitlines()) == MAX_LINES, "the count comes when the interval is over"
+    assert len(console.getvalue().splitlines()) == MAX_LINES, (
+        "the count comes when the interval is over"
+    )
     monkeypatch.setattr(process, "INTERVAL_S", 0.0)
     stream.flush()
     stream.flush()

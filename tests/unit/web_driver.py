@@ -1,4 +1,5 @@
-"""A real browser for tests: chromium, driven over the WebDriver protocol, which needs nothing but HTTP and JSON."""
+"""A real browser for tests: chromium, driven over the WebDriver protocol, which needs nothing but
+HTTP and JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 DRIVER = shutil.which("chromedriver")
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 
@@ -64,7 +67,8 @@ class Browser:
         return found
 
     def errors(self) -> list[str]:
-        """What the pages wrote to the console as errors since the last call, such as what a policy has blocked."""
+        """What the pages wrote to the console as errors since the last call, such as what a policy
+        has blocked."""
         entries = _call(f"{self._session}/se/log", type="browser")
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
@@ -103,13 +107,17 @@ def browser() -> Iterator[Browser]:
             try:
                 yield Browser(session)
             finally:
-                urllib.request.urlopen(urllib.request.Request(session, method="DELETE"), timeout=30).close()
+                urllib.request.urlopen(
+                    urllib.request.Request(session, method="DELETE"), timeout=30
+                ).close()
         finally:
             process.terminate()
 
 
 def _call(address: str, /, **body: Any) -> Any:
-    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        address, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["value"]

@@ -1,12 +1,14 @@
-"""Rewards and advantages: the KL penalty in the reward, and how much better each token was than expected.
+"""Rewards and advantages: the KL penalty in the reward, and how much better each token was than
+expected.
 
-Tensors are [rows, tokens]. `response_mask` is 1 on the tokens that the policy generated; it may have holes (tool
-turns), and rows without a 1 are padding. Only tokens with mask 1 count as time steps: a hole neither discounts nor
-resets. Rewards outside the mask are not counted, so a response's score belongs on its last token with mask 1.
+Tensors are [rows, tokens]. `response_mask` is 1 on the tokens that the policy generated; it may
+have holes (tool turns), and rows without a 1 are padding. Only tokens with mask 1 count as time
+steps: a hole neither discounts nor resets. Rewards outside the mask are not counted, so a
+response's score belongs on its last token with mask 1.
 
-Every estimator returns (advantages, returns), both 0 outside the mask. Padding rows change nothing, not even the
-statistics of a group whose id they have. `index` has one group id (uid) per row: the rows of one prompt share it. Does
-not know where values and rewards come from.
+Every estimator returns (advantages, returns), both 0 outside the mask. Padding rows change nothing,
+not even the statistics of a group whose id they have. `index` has one group id (uid) per row: the
+rows of one prompt share it. Does not know where values and rewards come from.
 """
 
 from collections.abc import Callable
@@ -17,7 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.losses import keep_masked, masked_kl_penalty, masked_mean, masked_sum, masked_whiten
+from rolepool.algorithm.losses import (
+    keep_masked,
+    masked_kl_penalty,
+    masked_mean,
+    masked_sum,
+    masked_whiten,
+)
 from rolepool.config.functions import adv_estimators, register_adv_est
 from rolepool.config.run_keys import KlCtrlConfig
 from rolepool.errors import ConfigError, DataError
@@ -28,7 +36,8 @@ Estimate = tuple[Tensor, Tensor]
 
 
 class GroupedScores(NamedTuple):
-    """The score of every row, in float64, and the rows of its group. Padding rows are in group 0."""
+    """The score of every row, in float64, and the rows of its group. Padding rows are in group
+    0."""
 
     scores: Tensor
     num_tokens: Tensor
@@ -46,7 +55,9 @@ class GroupedScores(NamedTuple):
     def over_groups(self, numbers: Tensor, how: str) -> Tensor:
         """For every row: the sum, the largest (amax) or the smallest (amin) number of its group."""
         zeros = numbers.new_zeros(len(numbers) + 1)
-        return zeros.scatter_reduce(0, self.group_of_row, numbers, how, include_self=False)[self.group_of_row]
+        return zeros.scatter_reduce(0, self.group_of_row, numbers, how, include_self=False)[
+            self.group_of_row
+        ]
 
     @property
     def size_of_row(self) -> Tensor:
@@ -54,10 +65,12 @@ class GroupedScores(NamedTuple):
         return self.over_groups(torch.ones_like(self.scores), "sum")
 
     def centred(self, weights: Tensor | None = None) -> Tensor:
-        """Each score minus the mean of its group, in which rows may have weights; for a group of one, the score.
+        """Each score minus the mean of its group, in which rows may have weights; for a group of
+        one, the score.
 
-        Equal scores give exactly 0. The mean of equal numbers may differ from them by rounding, which a small standard
-        deviation would turn into an advantage; the mean of their differences to the lowest is exactly 0.
+        Equal scores give exactly 0. The mean of equal numbers may differ from them by rounding,
+        which a small standard deviation would turn into an advantage; the mean of their differences
+        to the lowest is exactly 0.
         """
         weights = torch.ones_like(self.scores) if weights is None else weights.double()
         above = self.scores - self.over_groups(self.scores, "amin")
@@ -66,19 +79,29 @@ class GroupedScores(NamedTuple):
         return torch.where(self.size_of_row == 1, self.scores, above - mean)
 
     def deviations(self) -> Tensor:
-        """The standard deviation of the scores of each row's group, over n - 1; 1 for a group of one."""
-        variance = self.over_groups(self.centred().square(), "sum") / (self.size_of_row - 1).clamp(min=1)
+        """The standard deviation of the scores of each row's group, over n - 1; 1 for a group of
+        one."""
+        variance = self.over_groups(self.centred().square(), "sum") / (self.size_of_row - 1).clamp(
+            min=1
+        )
         return torch.where(self.size_of_row == 1, 1.0, variance.sqrt())
 
 
-def _by_group(*names: str, whiten: bool = False) -> Callable[[Callable[..., Tensor]], Callable[..., Estimate]]:
-    """A decorator that registers a function of grouped scores as an estimator. The function returns a number for every
-    row, which is the advantage of all tokens of the row. It may be whitened over all tokens of the mask."""
+def _by_group(
+    *names: str, whiten: bool = False
+) -> Callable[[Callable[..., Tensor]], Callable[..., Estimate]]:
+    """A decorator that registers a function of grouped scores as an estimator. The function returns
+    a number for every row, which is the advantage of all tokens of the row. It may be whitened over
+    all tokens of the mask."""
 
     def registered(advantage_of_row: Callable[..., Tensor]) -> Callable[..., Estimate]:
         @wraps(advantage_of_row)
-        def compute(token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **options: Any) -> Estimate:
-            rows = advantage_of_row(GroupedScores.of(token_level_rewards, response_mask, index), **options)
+        def compute(
+            token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **options: Any
+        ) -> Estimate:
+            rows = advantage_of_row(
+                GroupedScores.of(token_level_rewards, response_mask, index), **options
+            )
             advantages = keep_masked(rows.unsqueeze(-1).expand(response_mask.shape), response_mask)
             advantages = masked_whiten(advantages, response_mask) if whiten else advantages
             return (advantages.to(token_level_rewards.dtype),) * 2
@@ -92,9 +115,15 @@ def _by_group(*names: str, whiten: bool = False) -> Callable[[Callable[..., Tens
 
 @register_adv_est("gae")
 def compute_gae_advantage_return(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float, **_: Any
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam: float,
+    **_: Any,
 ) -> Estimate:
-    """Generalized advantage estimation (Schulman et al. 2016), whitened over all tokens of the mask.
+    """Generalized advantage estimation (Schulman et al. 2016), whitened over all tokens of the
+    mask.
 
     delta_t = r_t + gamma V_{t+1} - V_t
     A_t     = delta_t + gamma lam A_{t+1}        with V and A 0 after the last token
@@ -108,14 +137,15 @@ def compute_gae_advantage_return(
 def compute_grpo_outcome_advantage(
     grouped: GroupedScores, epsilon: float = 1e-6, norm_adv_by_std_in_grpo: bool = True, **_: Any
 ) -> Tensor:
-    """GRPO (Shao et al. 2024): a response's score compared with its group, the same for all its tokens.
+    """GRPO (Shao et al. 2024): a response's score compared with its group, the same for all its
+    tokens.
 
     s_i = sum_t r_it
     A_it = (s_i - mean_group(s)) / (std_group(s) + epsilon)      std over n - 1
     A_it =  s_i - mean_group(s)                                  if not norm_adv_by_std_in_grpo (Dr. GRPO)
 
-    A group of one uses mean 0 and std 1, so its advantage is its score (divided by 1 + epsilon). `grpo_vectorized` is
-    another name for the same estimator.
+    A group of one uses mean 0 and std 1, so its advantage is its score (divided by 1 + epsilon).
+    `grpo_vectorized` is another name for the same estimator.
     """
     centred = grouped.centred()
     return centred / (grouped.deviations() + epsilon) if norm_adv_by_std_in_grpo else centred
@@ -125,13 +155,15 @@ def compute_grpo_outcome_advantage(
 def compute_grpo_passk_outcome_advantage(
     grouped: GroupedScores, epsilon: float = 1e-6, norm_adv_by_std_in_grpo: bool = True, **_: Any
 ) -> Tensor:
-    """Pass@k in the form of GRPO (Walder and Karkhanis 2025): only the best response of a group has an advantage.
+    """Pass@k in the form of GRPO (Walder and Karkhanis 2025): only the best response of a group has
+    an advantage.
 
     A_it = (s_i - second_group(s)) / (std_group(s) + epsilon)    for the best response; std over n - 1
     A_it =  s_i - second_group(s)                                if not norm_adv_by_std_in_grpo
     A_it =  0                                                    for all others, and if two responses are the best
 
-    second_group(s) is the score of the second best response. A group of one uses 0 for it, and std 1.
+    second_group(s) is the score of the second best response. A group of one uses 0 for it, and std
+    1.
     """
     centred = grouped.centred()
     is_best = centred == grouped.over_groups(centred, "amax")
@@ -144,7 +176,8 @@ def compute_grpo_passk_outcome_advantage(
 
 @_by_group("opo")
 def compute_opo_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
-    """OPO (Hao et al. 2025): a response's score compared with the mean of its group, weighted by length.
+    """OPO (Hao et al. 2025): a response's score compared with the mean of its group, weighted by
+    length.
 
     A_it = s_i - sum_j n_j s_j / sum_j n_j       over the group; n_j is the number of tokens of response j
 
@@ -155,7 +188,8 @@ def compute_opo_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
 
 @_by_group("gpg")
 def compute_gpg_outcome_advantage(grouped: GroupedScores, f_norm: float = 1.0, **_: Any) -> Tensor:
-    """GPG (Chu et al. 2025): the score minus the group's mean, scaled up if many scores of the batch are 0.
+    """GPG (Chu et al. 2025): the score minus the group's mean, scaled up if many scores of the
+    batch are 0.
 
     A_it = N / M (s_i - mean_group(s)) / f_norm      N responses in the batch, M of them with a score that is not 0
 
@@ -167,11 +201,13 @@ def compute_gpg_outcome_advantage(grouped: GroupedScores, f_norm: float = 1.0, *
 
 @_by_group("rloo", "rloo_vectorized")
 def compute_rloo_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
-    """REINFORCE leave-one-out (Ahmadian et al. 2024): a response's score compared with the mean of the others.
+    """REINFORCE leave-one-out (Ahmadian et al. 2024): a response's score compared with the mean of
+    the others.
 
     A_it = s_i - 1/(n - 1) sum_{j != i} s_j = n/(n - 1) (s_i - mean_group(s))      with s_i = sum_t r_it
 
-    The advantage of a group of one is its score. `rloo_vectorized` is another name for the same estimator.
+    The advantage of a group of one is its score. `rloo_vectorized` is another name for the same
+    estimator.
     """
     return grouped.centred() * grouped.size_of_row / (grouped.size_of_row - 1).clamp(min=1)
 
@@ -180,7 +216,8 @@ def compute_rloo_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **_: Any
 ) -> Estimate:
-    """ReMax (Li et al. 2024): the rewards from each token on, minus the score b_i of the prompt's greedy response.
+    """ReMax (Li et al. 2024): the rewards from each token on, minus the score b_i of the prompt's
+    greedy response.
 
     R_it = sum_{u >= t} r_iu
     A_it = R_it - b_i                            reward_baselines is [rows]
@@ -203,8 +240,11 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
 
 @_by_group("reinforce_plus_plus_baseline", whiten=True)
-def compute_reinforce_plus_plus_baseline_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
-    """REINFORCE++ with a baseline: the score minus the group's mean, whitened over all tokens of the mask.
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    grouped: GroupedScores, **_: Any
+) -> Tensor:
+    """REINFORCE++ with a baseline: the score minus the group's mean, whitened over all tokens of
+    the mask.
 
     B_it = s_i - mean_group(s)                   with s_i = sum_t r_it
     A_it = (B_it - mean(B)) / std(B)
@@ -215,25 +255,35 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(grouped: GroupedScore
 
 
 @torch.no_grad()
-def compute_advantage(adv_estimator: str, token_level_rewards: Tensor, response_mask: Tensor, **more: Any) -> Estimate:
-    """(advantages, returns) from the estimator of that name, which takes from the inputs what it needs."""
+def compute_advantage(
+    adv_estimator: str, token_level_rewards: Tensor, response_mask: Tensor, **more: Any
+) -> Estimate:
+    """(advantages, returns) from the estimator of that name, which takes from the inputs what it
+    needs."""
     inputs = {**more, "token_level_rewards": token_level_rewards, "response_mask": response_mask}
     estimated: Estimate = adv_estimators.find(adv_estimator)(**inputs)
     for name, tensor in zip(("advantages", "returns"), estimated, strict=True):
         if tensor.shape != response_mask.shape:
             problem = f"the advantage estimator {adv_estimator!r} returned {name} of shape {list(tensor.shape)}"
-            raise DataError(f"{problem}; they must have the shape of response_mask, {list(response_mask.shape)}")
+            raise DataError(
+                f"{problem}; they must have the shape of response_mask, {list(response_mask.shape)}"
+            )
     return estimated
 
 
 @torch.no_grad()
 def apply_kl_penalty(
-    scores: Tensor, old_log_probs: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kl_coef: float, kl_penalty: str
+    scores: Tensor,
+    old_log_probs: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
+    kl_coef: float,
+    kl_penalty: str,
 ) -> tuple[Tensor, Tensor]:
     """The rewards r_t = score_t - kl_coef * KL_t, and the KL for the controller.
 
-    current_kl = mean over responses of (mean over their tokens of KL_t). Padding rows are not responses; rewards
-    are 0 outside the mask.
+    current_kl = mean over responses of (mean over their tokens of KL_t). Padding rows are not
+    responses; rewards are 0 outside the mask.
     """
     kl_bt = masked_kl_penalty(old_log_probs, ref_log_prob, response_mask, kl_penalty)
     rewards = keep_masked(scores, response_mask) - kl_coef * kl_bt
@@ -242,7 +292,8 @@ def apply_kl_penalty(
 
 
 class KLController:
-    """The coefficient of the KL penalty. A fixed one keeps its configured value, also after a resume.
+    """The coefficient of the KL penalty. A fixed one keeps its configured value, also after a
+    resume.
 
     An adaptive one keeps the KL near a target (Ziegler et al. 2019):
 
@@ -274,8 +325,8 @@ class KLController:
 def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Estimate:
     """A_t and R_t as in `compute_gae_advantage_return`, but A_t is not whitened.
 
-    Tokens of the mask are moved together, so that the next column is the next time step and zeros follow the last one.
-    Time is then the first axis, and each time step is one addition.
+    Tokens of the mask are moved together, so that the next column is the next time step and zeros
+    follow the last one. Time is then the first axis, and each time step is one addition.
     """
     rewards, values = keep_masked(rewards, mask), keep_masked(values, mask)
     order = mask.bool().logical_not().sort(dim=-1, stable=True).indices

@@ -1,18 +1,22 @@
-"""Statistics over the tokens of a mask, KL estimators, the aggregation of losses, and the loss of the critic.
+"""Statistics over the tokens of a mask, KL estimators, the aggregation of losses, and the loss of
+the critic.
 
-A mask is 1 (or True) for a token that is kept and 0 for a token that is dropped, anywhere in the row. The value of a
-dropped token, even NaN or inf, does not affect any result or gradient. Sums and means of no tokens are 0.
+A mask is 1 (or True) for a token that is kept and 0 for a token that is dropped, anywhere in the
+row. The value of a dropped token, even NaN or inf, does not affect any result or gradient. Sums and
+means of no tokens are 0.
 
-The losses do not depend on how a mini-batch is split. Every loss and every metric here is a sum over rows divided by a
-count of the *whole* mini-batch. With the counts of the whole mini-batch (`LossCounts`), a call on some of its rows
-returns their share, and the shares of all micro-batches and ranks add up to the result of one call on all rows:
+The losses do not depend on how a mini-batch is split. Every loss and every metric here is a sum
+over rows divided by a count of the *whole* mini-batch. With the counts of the whole mini-batch
+(`LossCounts`), a call on some of its rows returns their share, and the shares of all micro-batches
+and ranks add up to the result of one call on all rows:
 
     counts = LossCounts.of(response_mask_of_the_mini_batch)
     loss   = sum over micro-batches and ranks of compute_..._loss(micro_batch, ..., counts=counts)
 
-Without counts a call treats its own rows as the whole mini-batch. Shares are added, never averaged: if the gradients of
-ranks are averaged (the default of DDP and FSDP), multiply the loss by the number of ranks. A row is never split. Rows
-without a 1 in `response_mask` are padding: they add nothing and are not counted.
+Without counts a call treats its own rows as the whole mini-batch. Shares are added, never averaged:
+if the gradients of ranks are averaged (the default of DDP and FSDP), multiply the loss by the
+number of ranks. A row is never split. Rows without a 1 in `response_mask` are padding: they add
+nothing and are not counted.
 """
 
 from typing import NamedTuple, Self
@@ -31,10 +35,15 @@ WHITEN_EPSILON = 1e-8
 
 
 def keep_masked(values: Tensor, mask: Tensor) -> Tensor:
-    """values if mask is 1, exactly 0 otherwise: `x_i if m_i else 0` (not `x_i * m_i`, which keeps NaN)."""
+    """values if mask is 1, exactly 0 otherwise: `x_i if m_i else 0` (not `x_i * m_i`, which keeps
+    NaN)."""
     if values.shape != mask.shape:
-        raise DataError(f"values of shape {tuple(values.shape)} do not match a mask of shape {tuple(mask.shape)}")
-    return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+        raise DataError(
+            f"values of shape {tuple(values.shape)} do not match a mask of shape {tuple(mask.shape)}"
+        )
+    return torch.where(
+        mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device)
+    )
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
@@ -56,8 +65,9 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) for the kept tokens, 0 elsewhere.
 
-    Computed in float64 from differences to the first kept value, so that equal values give exactly 0: the mean of
-    equal numbers may differ from them by rounding, which the division would multiply by up to 10,000.
+    Computed in float64 from differences to the first kept value, so that equal values give exactly
+    0: the mean of equal numbers may differ from them by rounding, which the division would multiply
+    by up to 10,000.
     """
     first = values[mask.bool()][:1].sum().double()
     differences = keep_masked(values.double() - first, mask)
@@ -67,13 +77,15 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def compute_explained_variance(returns: Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
-    """1 - var(returns - values) / (var(returns) + 1e-5): 1 for an exact critic, 0 for a constant one."""
+    """1 - var(returns - values) / (var(returns) + 1e-5): 1 for an exact critic, 0 for a constant
+    one."""
     errors = keep_masked(returns, response_mask) - keep_masked(values, response_mask)
     return 1 - masked_var(errors, response_mask) / (masked_var(returns, response_mask) + 1e-5)
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Estimates of KL(policy || reference) from each sampled token (Schulman, "Approximating KL divergence", 2020).
+    """Estimates of KL(policy || reference) from each sampled token (Schulman, "Approximating KL
+    divergence", 2020).
 
     With d = log p - log q, p the policy and q the reference:
 
@@ -103,9 +115,13 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     return estimate.detach() + (k2 - k2.detach()) if kl_penalty.endswith("+") else estimate
 
 
-def masked_kl_penalty(logprob: Tensor, ref_logprob: Tensor, response_mask: Tensor, estimator: str) -> Tensor:
+def masked_kl_penalty(
+    logprob: Tensor, ref_logprob: Tensor, response_mask: Tensor, estimator: str
+) -> Tensor:
     """`kl_penalty` of the tokens of the mask, 0 elsewhere."""
-    return kl_penalty(keep_masked(logprob, response_mask), keep_masked(ref_logprob, response_mask), estimator)
+    return kl_penalty(
+        keep_masked(logprob, response_mask), keep_masked(ref_logprob, response_mask), estimator
+    )
 
 
 class LossCounts(NamedTuple):
@@ -120,16 +136,21 @@ class LossCounts(NamedTuple):
 
     @classmethod
     def of(cls, response_mask: Tensor, loss_scale_factor: float | None = None) -> Self:
-        """The counts of a whole mini-batch; loss_scale_factor is by default the width of the mask."""
+        """The counts of a whole mini-batch; loss_scale_factor is by default the width of the
+        mask."""
         mask = response_mask.bool()
         width = float(mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor
         return cls(int(mask.sum()), int(mask.any(dim=-1).sum()), width)
 
 
-def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts: LossCounts | None = None) -> Tensor:
-    """Aggregate the losses of tokens: these rows' share of the mini-batch's loss (see the module's docstring).
+def agg_loss(
+    loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts: LossCounts | None = None
+) -> Tensor:
+    """Aggregate the losses of tokens: these rows' share of the mini-batch's loss (see the module's
+    docstring).
 
-    With l_it the loss of token t of row i, m the mask, n_i = sum_t m_it, N rows that are not padding:
+    With l_it the loss of token t of row i, m the mask, n_i = sum_t m_it, N rows that are not
+    padding:
 
     token-mean               sum_it m_it l_it / sum_i n_i
     token-sum                sum_it m_it l_it
@@ -141,7 +162,11 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts:
     num_tokens, num_sequences = max(counts.num_tokens, 1), max(counts.num_sequences, 1)
     if loss_agg_mode == "seq-mean-token-mean":
         return masked_mean(loss_mat, loss_mask, axis=-1).sum() / num_sequences
-    divisors: dict[str, float] = {"token-mean": num_tokens, "token-sum": 1, "seq-mean-token-sum": num_sequences}
+    divisors: dict[str, float] = {
+        "token-mean": num_tokens,
+        "token-sum": 1,
+        "seq-mean-token-sum": num_sequences,
+    }
     divisors["seq-mean-token-sum-norm"] = num_sequences * counts.loss_scale_factor
     if loss_agg_mode not in divisors:
         raise ValueError(f"unknown loss_agg_mode {loss_agg_mode!r}")
@@ -162,16 +187,23 @@ def compute_value_loss(
 
     L = 1/2 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)
 
-    vf_clipfrac is the fraction of tokens with the clipped term; like the metrics of the policy loss it is a share of
-    the mini-batch's token mean, without gradient.
+    vf_clipfrac is the fraction of tokens with the clipped term; like the metrics of the policy loss
+    it is a share of the mini-batch's token mean, without gradient.
     """
-    vpreds, returns, values = (keep_masked(tensor, response_mask) for tensor in (vpreds, returns, values))
+    vpreds, returns, values = (
+        keep_masked(tensor, response_mask) for tensor in (vpreds, returns, values)
+    )
     unclipped = (vpreds - returns).square()
     clipped = (vpreds.clamp(values - cliprange_value, values + cliprange_value) - returns).square()
-    loss = agg_loss(0.5 * torch.maximum(unclipped, clipped), response_mask, loss_agg_mode, counts=counts)
+    loss = agg_loss(
+        0.5 * torch.maximum(unclipped, clipped), response_mask, loss_agg_mode, counts=counts
+    )
     return loss, token_mean(clipped > unclipped, response_mask, unclipped.dtype, counts)
 
 
-def token_mean(metric: Tensor, response_mask: Tensor, dtype: torch.dtype, counts: LossCounts | None) -> Tensor:
-    """These rows' share of the metric's mean over all tokens of the mini-batch, without gradient."""
+def token_mean(
+    metric: Tensor, response_mask: Tensor, dtype: torch.dtype, counts: LossCounts | None
+) -> Tensor:
+    """These rows' share of the metric's mean over all tokens of the mini-batch, without
+    gradient."""
     return agg_loss(metric.detach().to(dtype), response_mask, "token-mean", counts=counts)

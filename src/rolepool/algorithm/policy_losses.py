@@ -1,15 +1,17 @@
-"""The policy losses as verl defines them: PPO's own, which is vanilla, gspo, gpg, clip_cov, kl_cov, geo_mean and cispo.
+"""The policy losses as verl defines them: PPO's own, which is vanilla, gspo, gpg, clip_cov, kl_cov,
+geo_mean and cispo.
 
-Each function here gets the tokens of a micro-batch, and returns the loss of every token and metrics of every token.
-`_policy_loss` makes a policy loss from it (docs/extending.md). The loss is aggregated as loss_agg_mode says. Metrics
-are means over the tokens of the mask for every loss_agg_mode, without gradient. Both are shares that add up over
-micro-batches and ranks.
+Each function here gets the tokens of a micro-batch, and returns the loss of every token and metrics
+of every token. `_policy_loss` makes a policy loss from it (docs/extending.md). The loss is
+aggregated as loss_agg_mode says. Metrics are means over the tokens of the mask for every
+loss_agg_mode, without gradient. Both are shares that add up over micro-batches and ranks.
 
-In the formulas A is the advantage, d = log_prob - old_log_prob, clamped to [-20, 20], r = exp(d), p = exp(log_prob),
-and sg(x) is x without gradient. low and high are the keys clip_ratio_low and clip_ratio_high of the actor.
+In the formulas A is the advantage, d = log_prob - old_log_prob, clamped to [-20, 20], r = exp(d), p
+= exp(log_prob), and sg(x) is x without gradient. low and high are the keys clip_ratio_low and
+clip_ratio_high of the actor.
 
-clip_cov and kl_cov choose tokens by comparing them with the other tokens of their micro-batch. Therefore these two, and
-no other losses, depend on how a mini-batch is split into micro-batches.
+clip_cov and kl_cov choose tokens by comparing them with the other tokens of their micro-batch.
+Therefore these two, and no other losses, depend on how a mini-batch is split into micro-batches.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.losses import MAX_LOG_RATIO, Loss, LossCounts, agg_loss, keep_masked, masked_mean, token_mean
+from rolepool.algorithm.losses import (
+    MAX_LOG_RATIO,
+    Loss,
+    LossCounts,
+    agg_loss,
+    keep_masked,
+    masked_mean,
+    token_mean,
+)
 from rolepool.config.functions import register_policy_loss
 from rolepool.config.model_keys import ActorConfig
 from rolepool.seeds import derive_seed
@@ -40,12 +50,16 @@ TokenLosses = Callable[..., Loss]
 """Gets `Tokens`, and takes from the keyword arguments of a policy loss what it needs."""
 
 
-def _policy_loss(name: str, always: str | None = None) -> Callable[[TokenLosses], Callable[..., Loss]]:
-    """A decorator that registers a function of tokens as a policy loss. `always` is the aggregation of a loss that does
-    not use the key loss_agg_mode."""
+def _policy_loss(
+    name: str, always: str | None = None
+) -> Callable[[TokenLosses], Callable[..., Loss]]:
+    """A decorator that registers a function of tokens as a policy loss. `always` is the aggregation
+    of a loss that does not use the key loss_agg_mode."""
 
     def registered(losses_of: TokenLosses) -> Callable[..., Loss]:
-        @wraps(losses_of)  # worker processes import the function under the name of the one that it replaces
+        @wraps(
+            losses_of
+        )  # worker processes import the function under the name of the one that it replaces
         def compute(
             old_log_prob: Tensor,
             log_prob: Tensor,
@@ -56,10 +70,17 @@ def _policy_loss(name: str, always: str | None = None) -> Callable[[TokenLosses]
             counts: LossCounts | None = None,
             **keys: Any,
         ) -> Loss:
-            new, old, advantages = (keep_masked(one, response_mask) for one in (log_prob, old_log_prob, advantages))
+            new, old, advantages = (
+                keep_masked(one, response_mask) for one in (log_prob, old_log_prob, advantages)
+            )
             log_ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            losses, metrics = losses_of(Tokens(new, log_ratio, advantages, response_mask.bool()), **keys)
-            means = {key: token_mean(metric, response_mask, losses.dtype, counts) for key, metric in metrics.items()}
+            losses, metrics = losses_of(
+                Tokens(new, log_ratio, advantages, response_mask.bool()), **keys
+            )
+            means = {
+                key: token_mean(metric, response_mask, losses.dtype, counts)
+                for key, metric in metrics.items()
+            }
             return agg_loss(losses, response_mask, always or loss_agg_mode, counts=counts), means
 
         return register_policy_loss(name)(compute)
@@ -71,13 +92,14 @@ def _policy_loss(name: str, always: str | None = None) -> Callable[[TokenLosses]
 def compute_policy_loss_vanilla(
     tokens: Tokens, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float, **_: Any
 ) -> Loss:
-    """PPO's clipped objective (Schulman et al. 2017) with dual clip (Ye et al. 2020), as a loss to minimise.
+    """PPO's clipped objective (Schulman et al. 2017) with dual clip (Ye et al. 2020), as a loss to
+    minimise.
 
     L = max(-A r, -A clip(r, 1 - low, 1 + high))
     L = min(L, -A c)                             if A < 0: an unlikely bad token cannot dominate; c > 1
 
-    pg_clipfrac is the fraction of tokens with the clipped term, ppo_kl is old_log_prob - log_prob, and
-    pg_clipfrac_lower is the fraction of tokens limited by c.
+    pg_clipfrac is the fraction of tokens with the clipped term, ppo_kl is old_log_prob - log_prob,
+    and pg_clipfrac_lower is the fraction of tokens limited by c.
     """
     losses, is_clipped = _clipped(tokens, tokens.log_ratio.exp(), clip_ratio_low, clip_ratio_high)
     bound, is_bad = -tokens.advantages * clip_ratio_c, tokens.advantages < 0
@@ -93,11 +115,13 @@ def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig, **_: Any) -> L
     s_it = sg(s_i) p_it / sg(p_it)               the value of s_i, and the gradient of log p_it
     L    = max(-A s_it, -A clip(s_it, 1 - low, 1 + high))
 
-    The authors aggregate it as seq-mean-token-mean. Like all losses it is aggregated as loss_agg_mode says. pg_clipfrac
-    is the fraction of tokens with the clipped term.
+    The authors aggregate it as seq-mean-token-mean. Like all losses it is aggregated as
+    loss_agg_mode says. pg_clipfrac is the fraction of tokens with the clipped term.
     """
     mean = masked_mean(tokens.log_ratio, tokens.mask, axis=-1).detach().unsqueeze(-1)
-    ratio = (tokens.log_prob - tokens.log_prob.detach() + mean).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
+    ratio = (
+        (tokens.log_prob - tokens.log_prob.detach() + mean).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
+    )
     losses, is_clipped = _clipped(tokens, ratio, config.clip_ratio_low, config.clip_ratio_high)
     return losses, _clip_metrics(tokens, is_clipped)
 
@@ -117,18 +141,23 @@ def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig, **_: Any) 
     L = 0                                        for clip_cov_ratio of all tokens, at least one, chosen at random from
                                                  those with clip_cov_lb < c < clip_cov_ub that are not clipped yet
 
-    The choice depends only on the number of tokens to choose from, so it is the same in every run. pg_clipfrac is the
-    fraction of tokens that were chosen.
+    The choice depends only on the number of tokens to choose from, so it is the same in every run.
+    pg_clipfrac is the fraction of tokens that were chosen.
     """
     keys = config.policy_loss
-    losses, is_clipped = _clipped(tokens, tokens.log_ratio.exp(), config.clip_ratio_low, config.clip_ratio_high)
+    losses, is_clipped = _clipped(
+        tokens, tokens.log_ratio.exp(), config.clip_ratio_low, config.clip_ratio_high
+    )
     covariances = _covariances(tokens)
     in_band = (covariances > keys.clip_cov_lb) & (covariances < keys.clip_cov_ub)
     positions = (tokens.mask & in_band & ~is_clipped).flatten().nonzero().squeeze(-1)
     generator = torch.Generator().manual_seed(derive_seed("clip_cov", len(positions)))
     order = torch.randperm(len(positions), generator=generator).to(positions.device)
     is_chosen = _mask_at(tokens.mask, positions[order[: _quota(tokens, keys.clip_cov_ratio)]])
-    return torch.where(is_chosen, 0.0, losses), {"pg_clipfrac": is_chosen, "ppo_kl": -tokens.log_ratio}
+    return torch.where(is_chosen, 0.0, losses), {
+        "pg_clipfrac": is_chosen,
+        "ppo_kl": -tokens.log_ratio,
+    }
 
 
 @_policy_loss("kl_cov")
@@ -144,9 +173,13 @@ def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: Any) ->
     keys = config.policy_loss
     distances, losses = tokens.log_ratio.abs(), -tokens.advantages * tokens.log_ratio.exp()
     covariances = _covariances(tokens).masked_fill(~tokens.mask, -torch.inf).flatten()
-    largest = covariances.sort(descending=True, stable=True).indices[: _quota(tokens, keys.kl_cov_ratio)]
+    largest = covariances.sort(descending=True, stable=True).indices[
+        : _quota(tokens, keys.kl_cov_ratio)
+    ]
     is_chosen = _mask_at(tokens.mask, largest)
-    return torch.where(is_chosen, losses + keys.ppo_kl_coef * distances, losses), {"ppo_kl": distances}
+    return torch.where(is_chosen, losses + keys.ppo_kl_coef * distances, losses), {
+        "ppo_kl": distances
+    }
 
 
 @_policy_loss("geo_mean", always="seq-mean-token-mean")
@@ -156,13 +189,19 @@ def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: Any) 
     k_it = min(d_it, clip(d_it, -low, high))     if A_it > 0; the maximum if A_it < 0, and 0 if A_it = 0
     L_i  = -(mean_t A_it) exp(mean_t k_it)       the same for all tokens of the sequence
 
-    The loss is the mean over sequences; loss_agg_mode is not used. pg_clipfrac is the fraction of tokens outside of the
-    clip range with a positive advantage, pg_clipfrac_lower of those with a negative one.
+    The loss is the mean over sequences; loss_agg_mode is not used. pg_clipfrac is the fraction of
+    tokens outside of the clip range with a positive advantage, pg_clipfrac_lower of those with a
+    negative one.
     """
     log_ratio, advantages = tokens.log_ratio, tokens.advantages
-    clipped, sign = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high), advantages.sign()
+    clipped, sign = (
+        log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high),
+        advantages.sign(),
+    )
     held = sign * torch.minimum(sign * log_ratio, sign * clipped)
-    mean_held, mean_advantage = (masked_mean(one, tokens.mask, axis=-1).unsqueeze(-1) for one in (held, advantages))
+    mean_held, mean_advantage = (
+        masked_mean(one, tokens.mask, axis=-1).unsqueeze(-1) for one in (held, advantages)
+    )
     is_outside = log_ratio != clipped
     metrics = _clip_metrics(tokens, is_outside & (advantages > 0), is_outside & (advantages < 0))
     return (-mean_advantage * mean_held.exp()).expand(advantages.shape), metrics
@@ -170,7 +209,8 @@ def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: Any) 
 
 @_policy_loss("cispo")
 def compute_policy_loss_cispo(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
-    """CISPO (MiniMax 2025): L = -A sg(clip(r, 1 - low, 1 + high)) log_prob, so that clipped tokens keep a gradient.
+    """CISPO (MiniMax 2025): L = -A sg(clip(r, 1 - low, 1 + high)) log_prob, so that clipped tokens
+    keep a gradient.
 
     pg_clipfrac is the fraction of tokens whose ratio is outside of the clip range.
     """
@@ -186,13 +226,16 @@ def _clipped(tokens: Tokens, ratio: Tensor, low: float, high: float) -> tuple[Te
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-def _clip_metrics(tokens: Tokens, is_clipped: Tensor, is_clipped_below: Tensor | None = None) -> dict[str, Tensor]:
+def _clip_metrics(
+    tokens: Tokens, is_clipped: Tensor, is_clipped_below: Tensor | None = None
+) -> dict[str, Tensor]:
     below = torch.zeros_like(is_clipped) if is_clipped_below is None else is_clipped_below
     return {"pg_clipfrac": is_clipped, "ppo_kl": -tokens.log_ratio, "pg_clipfrac_lower": below}
 
 
 def _covariances(tokens: Tokens) -> Tensor:
-    """(A - mean A) (log_prob - mean log_prob), without gradient. Means are over the tokens of the micro-batch."""
+    """(A - mean A) (log_prob - mean log_prob), without gradient. Means are over the tokens of the
+    micro-batch."""
     advantages, log_prob = tokens.advantages, tokens.log_prob.detach()
     from_mean_log_prob = log_prob - masked_mean(log_prob, tokens.mask)
     return (advantages - masked_mean(advantages, tokens.mask)) * from_mean_log_prob
@@ -204,7 +247,8 @@ def _quota(tokens: Tokens, fraction: float) -> int:
 
 
 def _mask_at(mask: Tensor, positions: Tensor) -> Tensor:
-    """A mask of the same shape that is True at these positions of the flat mask, if the mask is, too."""
+    """A mask of the same shape that is True at these positions of the flat mask, if the mask is,
+    too."""
     chosen = torch.zeros_like(mask).flatten()
     chosen[positions] = True
     return chosen.view_as(mask) & mask

@@ -5,7 +5,19 @@ from rolepool.quick_imports import quick_imports
 with quick_imports():
     from rolepool.cluster.cluster import Cluster, Prepared
     from rolepool.cluster.group import RoleProxy, WorkerGroup, next_call_number
-    from rolepool.cluster.verl import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, create_colocated_worker_cls
+    from rolepool.cluster.verl import (
+        RayClassWithInitArgs,
+        RayResourcePool,
+        RayWorkerGroup,
+        create_colocated_worker_cls,
+    )
 
-__all__ = ["Cluster", "Prepared", "RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup", "RoleProxy"]
+__all__ = [
+    "Cluster",
+    "Prepared",
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "RoleProxy",
+]
 __all__ += ["WorkerGroup", "create_colocated_worker_cls", "next_call_number"]

@@ -1,8 +1,9 @@
-"""The messages of a call: the method and its arguments on the way to a worker, and the worker's reply.
+"""The messages of a call: the method and its arguments on the way to a worker, and the worker's
+reply.
 
-The driver turns values, batches and futures into a message, and the worker turns the message into values again. A batch
-of the driver is sent like the reply of a rank: it is written once for each part. The data of a future is not copied:
-the message only has references to it.
+The driver turns values, batches and futures into a message, and the worker turns the message into
+values again. A batch of the driver is sent like the reply of a rank: it is written once for each
+part. The data of a future is not copied: the message only has references to it.
 """
 
 import pickle
@@ -21,7 +22,15 @@ from rolepool.metrics.spans import DRIVER, Span
 from rolepool.protocol import Dispatch, Encoded, futures
 from rolepool.protocol.batching import IS_PADDING_KEY, pad_rows
 from rolepool.protocol.data import DataProto, batch_to_tensordict, tensordict_to_batch
-from rolepool.protocol.futures import CallFuture, DataProtoFuture, Keys, Pending, Reply, RowNumbers, Stripe
+from rolepool.protocol.futures import (
+    CallFuture,
+    DataProtoFuture,
+    Keys,
+    Pending,
+    Reply,
+    RowNumbers,
+    Stripe,
+)
 
 FETCH_TIMEOUT_S = 600.0
 
@@ -30,8 +39,8 @@ FETCH_TIMEOUT_S = 600.0
 
 
 class Share(NamedTuple):
-    """Number `part` of the `parts` parts of a batch of `total` rows. All parts have the same size; the last ones are
-    filled up with padding."""
+    """Number `part` of the `parts` parts of a batch of `total` rows. All parts have the same size;
+    the last ones are filled up with padding."""
 
     total: int
     parts: int
@@ -47,16 +56,17 @@ class Share(NamedTuple):
 
     @property
     def fetched(self) -> RowNumbers:
-        """The rows that the worker fetches: those of the part, or the batch's first row if the part is only padding."""
+        """The rows that the worker fetches: those of the part, or the batch's first row if the part
+        is only padding."""
         return np.array(self.rows or range(self.total)[:1], dtype=np.int64)
 
 
 class StripeArgument(NamedTuple):
     """Some keys of a batch, for the rows of one share of it.
 
-    `where` has the positions of the replies of all ranks that made the batch. `total` is the number of rows of the
-    whole batch; if the driver did not know it, the worker fetches the rows of its share. Otherwise it fetches the rows
-    with the numbers `rows` (None: all).
+    `where` has the positions of the replies of all ranks that made the batch. `total` is the number
+    of rows of the whole batch; if the driver did not know it, the worker fetches the rows of its
+    share. Otherwise it fetches the rows with the numbers `rows` (None: all).
     """
 
     where: slice
@@ -106,13 +116,14 @@ FROM_DRIVER = Span(DRIVER, "trainer", 0, "call", 0.0, 0.0, 0.0, node=DRIVER)
 Objects = list[tuple[Any, Any]]
 """Replies of a message, or references to them: pairs of a reply and the data that is stored for it.
 
-Ray delivers the first of each pair with the message. The worker fetches the second one if it needs it.
+Ray delivers the first of each pair with the message. The worker fetches the second one if it needs
+it.
 """
 
 
 def pack_reply(reply: Reply) -> bytes | Reply:
-    """A small reply as bytes, because Ray transports bytes several times faster than an object. A large one is returned
-    unchanged."""
+    """A small reply as bytes, because Ray transports bytes several times faster than an object. A
+    large one is returned unchanged."""
     is_large = reply.value is not None and reply.value.num_bytes > futures.INLINE_BYTES
     # Plain tuples, because pickle looks up every other class by its name.
     return reply if is_large else pickle.dumps((tuple(reply.span), reply.value, reply.header))
@@ -128,10 +139,13 @@ def unpack_reply(packed: bytes | Reply, stored: Any = None) -> Reply:
 # The driver's side
 
 
-def pack_call(call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool) -> tuple[bytes, Objects]:
+def pack_call(
+    call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool
+) -> tuple[bytes, Objects]:
     """The message for the ranks of part number `index`, and its references.
 
-    If `in_lists` is true, every argument is a list with one entry for each part. Otherwise batches are split.
+    If `in_lists` is true, every argument is a list with one entry for each part. Otherwise batches
+    are split.
     """
     objects: Objects = []
     if not call.args and not call.kwargs:
@@ -141,11 +155,15 @@ def pack_call(call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool
     def pack(value: Any) -> Any:
         value = value[index] if in_lists else value
         if isinstance(value, DataProto | DataProtoFuture):
-            stripes = [_pack_stripe(stripe, objects, reads, *split) for stripe in futures.stripes_of(value)]
+            stripes = [
+                _pack_stripe(stripe, objects, reads, *split) for stripe in futures.stripes_of(value)
+            ]
             return BatchArgument(tuple(stripes), *split)
         if isinstance(value, CallFuture):
             if value.collect not in (futures.collect_first, list):
-                raise DataError(f"{value!r} is collected by a function of the driver; pass the result of its get()")
+                raise DataError(
+                    f"{value!r} is collected by a function of the driver; pass the result of its get()"
+                )
             return ResultArgument(_add_replies(value.calls, objects), value.collect)
         return value
 
@@ -154,19 +172,31 @@ def pack_call(call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool
     return cloudpickle.dumps(tuple(call._replace(args=args, kwargs=kwargs))), objects
 
 
-def splittable(what: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+def splittable(
+    what: str, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments of a method in a mode of `SPLITTING`; TensorDicts become batches.
 
-    Raises a DataError that names the method (`what`) and the argument if it has rows that would not be split.
+    Raises a DataError that names the method (`what`) and the argument if it has rows that would not
+    be split.
     """
-    args, kwargs = [*map(tensordict_to_batch, args)], {key: tensordict_to_batch(one) for key, one in kwargs.items()}
-    others = [item for item in (*enumerate(args), *kwargs.items()) if not isinstance(item[1], Batch)]
+    args, kwargs = (
+        [*map(tensordict_to_batch, args)],
+        {key: tensordict_to_batch(one) for key, one in kwargs.items()},
+    )
+    others = [
+        item for item in (*enumerate(args), *kwargs.items()) if not isinstance(item[1], Batch)
+    ]
     has_batch = len(others) < len(args) + len(kwargs)
     for name, value in others:
         if _has_rows(value) or (isinstance(value, list | tuple) and not has_batch):
-            problem = f"argument {name} is a {type(value).__name__}, which cannot be split over the ranks"
+            problem = (
+                f"argument {name} is a {type(value).__name__}, which cannot be split over the ranks"
+            )
             fix = "pass rows in a DataProto or TensorDict, and what all ranks need in the meta_info of one"
-            raise DataError(f"{what}: {problem}; {fix}. Dispatch.ONE_TO_ALL sends all arguments whole")
+            raise DataError(
+                f"{what}: {problem}; {fix}. Dispatch.ONE_TO_ALL sends all arguments whole"
+            )
     return args, kwargs
 
 
@@ -178,7 +208,9 @@ def _has_rows(value: Any) -> bool:
     return is_column or isinstance(value, Batch | TensorDictBase)
 
 
-def _pack_stripe(stripe: Stripe, objects: Objects, reads: Keys, parts: int, index: int) -> StripeArgument:
+def _pack_stripe(
+    stripe: Stripe, objects: Objects, reads: Keys, parts: int, index: int
+) -> StripeArgument:
     keys = futures.intersection(stripe.keys, reads)
     if not isinstance(stripe.source, DataProto) and stripe.order is None:
         return StripeArgument(_add_replies(stripe.source, objects), keys)
@@ -187,7 +219,9 @@ def _pack_stripe(stripe: Stripe, objects: Objects, reads: Keys, parts: int, inde
     if not isinstance(stripe.source, DataProto):
         return StripeArgument(_add_replies(stripe.source, objects), keys, share.total, rows)
     _, header, large = futures.encode_result(futures.rows_with_keys(stripe.source, rows, keys))
-    objects.append((pack_reply(Reply(FROM_DRIVER, header=header)), ray.put(large) if large else None))
+    objects.append(
+        (pack_reply(Reply(FROM_DRIVER, header=header)), ray.put(large) if large else None)
+    )
     return StripeArgument(slice(len(objects) - 1, len(objects)), keys, share.total)
 
 
@@ -213,7 +247,9 @@ def unpack_call(packed: bytes) -> Call:
     return Call(*pickle.loads(packed))  # noqa: S301  # from our own driver, over Ray's channel
 
 
-def resolve_arguments(call: Call, direct: Sequence[Any], stored: Sequence[Any]) -> tuple[Call, Share | None]:
+def resolve_arguments(
+    call: Call, direct: Sequence[Any], stored: Sequence[Any]
+) -> tuple[Call, Share | None]:
     """The call with the values of its arguments, and which share of its batch this rank has."""
     objects = [unpack_reply(one, data) for one, data in zip(direct, stored, strict=True)]
     shares: list[Share] = []
@@ -232,7 +268,10 @@ def _resolve(argument: Any, objects: Sequence[Reply], shares: list[Share]) -> An
     is_batch = all(reply.header is not None for reply in replies)
     if argument.parts == len(argument.stripes) == 1 and not is_batch:  # use what `get()` returns
         return futures.collect_batches(futures.values_of(replies, fetch_stored))
-    totals = [futures.count_rows(objects[one.where]) if one.total is None else one.total for one in argument.stripes]
+    totals = [
+        futures.count_rows(objects[one.where]) if one.total is None else one.total
+        for one in argument.stripes
+    ]
     if len(set(totals)) > 1:
         raise DataError(f"the parts of the batch have different numbers of rows: {totals}")
     share = Share(totals[0], argument.parts, argument.part)
@@ -249,8 +288,9 @@ def _resolve(argument: Any, objects: Sequence[Reply], shares: list[Share]) -> An
 def without_padding(result: Any, share: Share | None) -> Any:
     """A result without the rows that came from padding.
 
-    The result is a batch, list, tensor or array. It has as many rows as the share, or an integer multiple of them in
-    row-major order. Any other result does not consist of rows, and is returned unchanged.
+    The result is a batch, list, tensor or array. It has as many rows as the share, or an integer
+    multiple of them in row-major order. Any other result does not consist of rows, and is returned
+    unchanged.
     """
     if share is None or not isinstance(result, DataProto | list | torch.Tensor | np.ndarray):
         return result
@@ -268,18 +308,28 @@ def without_padding(result: Any, share: Share | None) -> Any:
 
 def reason_of(error: BaseException) -> str:
     """Ray's message in one line, without its list of possible causes."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and ":" not in line[:20]]
+    lines = [
+        line.strip() for line in str(error).splitlines() if line.strip() and ":" not in line[:20]
+    ]
     return (" ".join(lines) or str(error)).split("Some common causes include")[0].strip()
 
 
 def fetch_stored(replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
-    """The stored columns of these replies. If they are lost or do not arrive, a WorkerError names the process that made
-    them."""
+    """The stored columns of these replies. If they are lost or do not arrive, a WorkerError names
+    the process that made them."""
     try:
         return list(ray.get([reply.stored for reply in replies], timeout=FETCH_TIMEOUT_S))
     except ObjectLostError as error:
-        lost = next((one for one in replies if one.stored.hex() == error.object_ref_hex), replies[0])
-        where = {name: getattr(lost.span, name) for name in ("pool", "role", "rank", "node", "method")}
-        raise WorkerError(f"a result of {lost.maker} is lost because its node died", **where, is_death=True) from None
+        lost = next(
+            (one for one in replies if one.stored.hex() == error.object_ref_hex), replies[0]
+        )
+        where = {
+            name: getattr(lost.span, name) for name in ("pool", "role", "rank", "node", "method")
+        }
+        raise WorkerError(
+            f"a result of {lost.maker} is lost because its node died", **where, is_death=True
+        ) from None
     except RayError as error:
-        raise WorkerError(f"results of {replies[0].maker} could not be fetched: {reason_of(error)}") from None
+        raise WorkerError(
+            f"results of {replies[0].maker} could not be fetched: {reason_of(error)}"
+        ) from None

@@ -1,8 +1,9 @@
-"""The connection to Ray: a local Ray that the run starts, with a private folder, or a running one that the user names.
+"""The connection to Ray: a local Ray that the run starts, with a private folder, or a running one
+that the user names.
 
-Owns the settings of a local Ray, a second attempt if it does not start, noticing that a part of it has died, and the
-removal of what the Ray of a killed driver has left. Workers that die while Ray lives are the business of
-`rolepool.cluster.group`.
+Owns the settings of a local Ray, a second attempt if it does not start, noticing that a part of it
+has died, and the removal of what the Ray of a killed driver has left. Workers that die while Ray
+lives are the business of `rolepool.cluster.group`.
 """
 
 import logging
@@ -28,19 +29,26 @@ from rolepool.cluster.titles import PREFIX
 from rolepool.errors import PlacementError, RayDiedError, logger, one_line
 from rolepool.files import left_behind, owned_folder
 
-# A local Ray uses a token by default, and says so in a warning each time. Nothing has to be done about it.
+# A local Ray uses a token by default, and says so in a warning each time. Nothing has to be done
+# about it.
 logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(
-    lambda record: not record.getMessage().startswith("Token authentication is enabled for this Ray cluster")
+    lambda record: (
+        not record.getMessage().startswith("Token authentication is enabled for this Ray cluster")
+    )
 )
 
 START_LIMIT = "RAY_gcs_server_port_wait_time_s"
 SYSTEM_CONFIG = {"task_events_report_interval_ms": 0}
-"""No record of each call. Ray's GCS process would keep the last 100,000 of them in memory, and nothing here reads
-them (benchmarks/gcs_memory.py)."""
-PARTS = {ray_constants.PROCESS_TYPE_RAYLET: "raylet", ray_constants.PROCESS_TYPE_GCS_SERVER: "GCS server"}
+"""No record of each call. Ray's GCS process would keep the last 100,000 of them in memory, and
+nothing here reads them (benchmarks/gcs_memory.py)."""
+PARTS = {
+    ray_constants.PROCESS_TYPE_RAYLET: "raylet",
+    ray_constants.PROCESS_TYPE_GCS_SERVER: "GCS server",
+}
 """The processes without which Ray does not work."""
 RAY_PARAGRAPHS = ("Raylet is terminated", "A worker died or was killed while executing a task")
-"""How the paragraphs begin that Ray prints after a death, with up to 40 lines of a log. rolepool says what happened."""
+"""How the paragraphs begin that Ray prints after a death, with up to 40 lines of a log. rolepool
+says what happened."""
 COLOUR_SWITCH = "RAY_COLOR_PREFIX"
 PROBE_TIMEOUT_S = 30.0
 PROBE = """
@@ -56,39 +64,48 @@ TOKEN_FIX = (
 
 
 def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], None]:
-    """Join the Ray at `address`, or start a local one if it is None. Returns a function that disconnects from it again.
+    """Join the Ray at `address`, or start a local one if it is None. Returns a function that
+    disconnects from it again.
 
     If this process is connected to a Ray already, that one is used, and stays connected.
     """
     if ray.is_initialized():
         return lambda: None
-    # WorkerErrors report what workers raise. Ray would print it again for every result that nobody reads.
+    # WorkerErrors report what workers raise. Ray would print it again for every result that nobody
+    # reads.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         make_token_private()
         with ExitStack() as cleanup:
             folder = cleanup.enter_context(private_folder())
-            _start_local_ray(num_cpus=num_cpus, num_gpus=0 if device == "cpu" else None, _temp_dir=str(folder))
+            _start_local_ray(
+                num_cpus=num_cpus, num_gpus=0 if device == "cpu" else None, _temp_dir=str(folder)
+            )
             cleanup.callback(ray.shutdown)
             return cleanup.pop_all().close
     try:
         _probe(address)
         _init_ray(address=address)
     except (OSError, RuntimeError, ValueError, RayError) as error:
-        raise PlacementError(f"ray_kwargs.ray_init.address={address}: {_refusal(address, error)}") from None
+        raise PlacementError(
+            f"ray_kwargs.ray_init.address={address}: {_refusal(address, error)}"
+        ) from None
     return ray.shutdown
 
 
 def _init_ray(**options: Any) -> None:
-    """Start or join Ray, and keep the program's handler of SIGTERM, because Ray sets one that aborts."""
+    """Start or join Ray, and keep the program's handler of SIGTERM, because Ray sets one that
+    aborts."""
     before = signal.getsignal(signal.SIGTERM)
     _limit_what_ray_prints()
-    # With the default policy, the threads of several processes waste the time of a few cores by active waiting.
+    # With the default policy, the threads of several processes waste the time of a few cores by
+    # active waiting.
     environment = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
-    # A local Ray uses the loopback address, so that other machines cannot reach its ports. Ray has this for Windows and
-    # macOS. Its variable RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 does the same on Linux, but is read only while Ray is
-    # imported. tests/cluster/test_calls.py fails if this has no effect.
+    # A local Ray uses the loopback address, so that other machines cannot reach its ports. Ray has
+    # this for Windows and macOS. Its variable RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 does the same on
+    # Linux, but is read only while Ray is imported. tests/cluster/test_calls.py fails if this has
+    # no effect.
     joins_clusters = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = options["address"] != "local"
     try:
@@ -103,18 +120,23 @@ def _init_ray(**options: Any) -> None:
 
 
 def _limit_what_ray_prints() -> None:
-    """Drop the paragraphs of Ray that rolepool replaces with a line of its own, and colours outside of a terminal."""
+    """Drop the paragraphs of Ray that rolepool replaces with a line of its own, and colours outside
+    of a terminal."""
     ray_logging.stdout_deduplicator.skip_re = re.compile(f"^({'|'.join(RAY_PARAGRAPHS)})")
-    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]  # None: the shell closed it
+    streams = [
+        stream for stream in (sys.stdout, sys.stderr) if stream is not None
+    ]  # None: the shell closed it
     if os.environ.get("NO_COLOR") or not all(stream.isatty() for stream in streams):
-        # Ray reads this variable whenever it prints a line of a worker. Without it, lines in a file have colours, too.
+        # Ray reads this variable whenever it prints a line of a worker. Without it, lines in a file
+        # have colours, too.
         os.environ.setdefault(COLOUR_SWITCH, "0")
 
 
 def _probe(address: str) -> None:
     """Raise an error at once if no Ray answers at the address, or if it refuses our token.
 
-    Ray itself retries for minutes, with a warning for each attempt. So the first attempt is made in another process.
+    Ray itself retries for minutes, with a warning for each attempt. So the first attempt is made in
+    another process.
     """
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "://" in address:
@@ -124,10 +146,14 @@ def _probe(address: str) -> None:
     try:
         probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        problem = f"a program listens there, but did not answer like Ray within {PROBE_TIMEOUT_S:g} s"
+        problem = (
+            f"a program listens there, but did not answer like Ray within {PROBE_TIMEOUT_S:g} s"
+        )
         raise TimeoutError(problem) from None
     if probe.returncode:
-        raise ConnectionError(probe.stderr.strip().rpartition("\n")[2]) from RuntimeError(probe.stderr)
+        raise ConnectionError(probe.stderr.strip().rpartition("\n")[2]) from RuntimeError(
+            probe.stderr
+        )
 
 
 def _refusal(address: str, error: Exception) -> str:
@@ -141,7 +167,9 @@ def _refusal(address: str, error: Exception) -> str:
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         return f"the Ray cluster there requires a token, but RAY_AUTH_MODE=token is not set here; {TOKEN_FIX}"
     if "InvalidAuthToken" in said:
-        return f"the token of this node differs from the token of the Ray cluster there; {TOKEN_FIX}"
+        return (
+            f"the token of this node differs from the token of the Ray cluster there; {TOKEN_FIX}"
+        )
     return f"RAY_AUTH_MODE=token is set, but there is no token on this node; {TOKEN_FIX}"
 
 
@@ -149,14 +177,16 @@ def _refusal(address: str, error: Exception) -> str:
 
 
 def _start_local_ray(**options: Any) -> None:
-    """Start Ray, and once more with a longer time limit if it does not start, because a busy machine can be too slow
-    for Ray's own limits. Raises PlacementError."""
+    """Start Ray, and once more with a longer time limit if it does not start, because a busy
+    machine can be too slow for Ray's own limits. Raises PlacementError."""
     # "local" never joins another Ray that happens to run on this machine.
     options |= {"address": "local", "include_dashboard": False, "_system_config": SYSTEM_CONFIG}
     try:
         return _init_ray(**options)
     except Exception as error:  # Ray raises errors of many types here, also plain `Exception`
-        logger.warning("Ray did not start (%s); trying once more with a longer time limit", one_line(error))
+        logger.warning(
+            "Ray did not start (%s); trying once more with a longer time limit", one_line(error)
+        )
     os.environ[START_LIMIT] = "180"
     try:
         return _init_ray(**options)
@@ -166,20 +196,24 @@ def _start_local_ray(**options: Any) -> None:
 
 
 def raise_if_ray_died() -> None:
-    """Raise RayDiedError if a part of the Ray that this process started has ended. This costs a few microseconds."""
+    """Raise RayDiedError if a part of the Ray that this process started has ended. This costs a few
+    microseconds."""
     node: Any = ray_worker._global_node
     for kind, process in node.dead_processes() if node is not None else ():
         if kind in PARTS:
             code, log = process.returncode, node.get_logs_dir_path()
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-            raise RayDiedError(f"Ray's {PARTS[kind]} (pid {process.pid}) died: {how}; its log: {log}")
+            raise RayDiedError(
+                f"Ray's {PARTS[kind]} (pid {process.pid}) died: {how}; its log: {log}"
+            )
 
 
 # Its private folder
 
 
 def private_folder() -> AbstractContextManager[Path]:
-    """A new folder, removed after the block. Folders that killed drivers of this user have left are removed first."""
+    """A new folder, removed after the block. Folders that killed drivers of this user have left are
+    removed first."""
     root, pattern = _private_root(), "[!.]*"
     for left in left_behind(root.glob(pattern)):
         _end_ray_in(left)
@@ -187,7 +221,8 @@ def private_folder() -> AbstractContextManager[Path]:
 
 
 def make_token_private() -> None:
-    """Make Ray's token file readable for this user only. Ray writes a token into it if it is empty."""
+    """Make Ray's token file readable for this user only. Ray writes a token into it if it is
+    empty."""
     token = Path.home() / ".ray" / "auth_token"
     if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token":
         with suppress(OSError):  # Ray says so if it cannot read its token
@@ -197,12 +232,15 @@ def make_token_private() -> None:
 
 
 def _private_root() -> Path:
-    """The folder of all private folders. Its path is short, because the paths of sockets must be short. Ray makes its
-    own folder accessible to all users, so only the folder above it can be private."""
+    """The folder of all private folders. Its path is short, because the paths of sockets must be
+    short. Ray makes its own folder accessible to all users, so only the folder above it can be
+    private."""
     root = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"rolepool-{os.getuid()}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     if root.lstat().st_uid != os.getuid():  # it may also be a link that another user has made
-        raise PlacementError(f"{root}: does not belong to this user; remove it, or set RAY_TMPDIR to another folder")
+        raise PlacementError(
+            f"{root}: does not belong to this user; remove it, or set RAY_TMPDIR to another folder"
+        )
     root.chmod(0o700)
     return root
 
@@ -213,6 +251,8 @@ def _end_ray_in(folder: Path) -> None:
         with suppress(psutil.Error):  # it has ended, or belongs to another user
             titles = ("ray::", PREFIX)
             is_ray = any(word.startswith(titles) or "/ray/" in word for word in process.cmdline())
-            if is_ray and any(Path(file.path).is_relative_to(folder) for file in process.open_files()):
+            if is_ray and any(
+                Path(file.path).is_relative_to(folder) for file in process.open_files()
+            ):
                 process.kill()
                 process.wait(timeout=5.0)

@@ -1,8 +1,9 @@
 """Worker groups: the processes of a pool, their roles, and calls on them.
 
-Owns which rank gets which arguments. If a call fails, it finds out which process died: a rank whose peer died only
-sees a closed connection, but the error must name the peer. There is one group for each pool. The roles of a pool are
-proxies of the same processes, which run calls in the order in which they were made.
+Owns which rank gets which arguments. If a call fails, it finds out which process died: a rank whose
+peer died only sees a closed connection, but the error must name the peer. There is one group for
+each pool. The roles of a pool are proxies of the same processes, which run calls in the order in
+which they were made.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from rolepool.protocol.futures import CallFuture, DataProtoFuture, Pending, Repl
 from rolepool.protocol.worker import Dispatch, Execute, MethodSpec, Worker, registered_methods
 
 GRACE_S = 3.0
-"""The time in which the other ranks of a failed call must end too. Otherwise they hang, and the pool is stopped."""
+"""The time in which the other ranks of a failed call must end too. Otherwise they hang, and the
+pool is stopped."""
 CALL_TIMEOUT_S = 24 * 3600.0
 
 next_call_number = itertools.count(1).__next__
@@ -40,7 +42,9 @@ next_call_number = itertools.count(1).__next__
 class WorkerGroup:
     """The processes of a pool. `Cluster` creates it."""
 
-    def __init__(self, name: str, processes: Sequence[Process], all_groups: Mapping[str, WorkerGroup]) -> None:
+    def __init__(
+        self, name: str, processes: Sequence[Process], all_groups: Mapping[str, WorkerGroup]
+    ) -> None:
         self.name = name
         self.processes = list(processes)
         self.world_size = len(self.processes)
@@ -49,8 +53,8 @@ class WorkerGroup:
         self.broken: WorkerError | None = None
         """Why the group cannot be used any more; None if it can."""
         self.recent: deque[weakref.ref[PendingCall]] = deque(maxlen=256)
-        """The last calls, to find the call that a dead process was running. The references are weak, so that results
-        can be freed."""
+        """The last calls, to find the call that a dead process was running. The references are
+        weak, so that results can be freed."""
         self.longest_s: dict[tuple[str, str], float] = {}
         """The longest time that a call of each role and method has taken so far."""
 
@@ -64,18 +68,24 @@ class WorkerGroup:
         blocking: bool = True,
         **kwargs: Any,
     ) -> RoleProxy:
-        """Construct a role in every process of the pool. Neighbouring ranks form its tensor-parallel groups.
+        """Construct a role in every process of the pool. Neighbouring ranks form its
+        tensor-parallel groups.
 
-        With `blocking=False` it returns at once, and `proxy.ready.get()` waits. Calls can be made before that.
+        With `blocking=False` it returns at once, and `proxy.ready.get()` waits. Calls can be made
+        before that.
         """
         if role in self.roles:
             raise WorkerError(f"{self.name} already has a role {role}")
         if tensor_parallel < 1 or self.world_size % tensor_parallel:
-            raise WorkerError(f"{self.name}: tensor_parallel={tensor_parallel} must divide {self.world_size} processes")
+            raise WorkerError(
+                f"{self.name}: tensor_parallel={tensor_parallel} must divide {self.world_size} processes"
+            )
         self.raise_if_broken()
         made = PendingCall(self, role, "__init__")
         for process in self.processes:
-            answer = process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, time.time())
+            answer = process.actor.add_role.remote(
+                role, worker_class, tensor_parallel, args, kwargs, time.time()
+            )
             made.all_objects.append((answer, None))
         ready = CallFuture([made], lambda results: None)
         proxy = RoleProxy(self, role, worker_class, tensor_parallel, ready)
@@ -85,14 +95,21 @@ class WorkerGroup:
         return proxy
 
     def role(self, role: str, blocking: bool | None = None) -> RoleProxy:
-        """A proxy of a role. `blocking` overrides the default of each method, for all calls through this proxy."""
+        """A proxy of a role. `blocking` overrides the default of each method, for all calls through
+        this proxy."""
         if role not in self.roles:
-            raise WorkerError(f"{self.name} has no role {role}; it has {', '.join(self.roles) or 'none'}")
+            raise WorkerError(
+                f"{self.name} has no role {role}; it has {', '.join(self.roles) or 'none'}"
+            )
         return self.roles[role].with_blocking(blocking)
 
     def check_exists(self, setting: str, path: str | Path, fix: str) -> None:
-        """Raise a ConfigError about `setting` (`key=value`) if a node of the pool does not have the file or folder."""
-        asked = {process.actor.why_missing.remote(str(path)): (str(process), self.name) for process in self.processes}
+        """Raise a ConfigError about `setting` (`key=value`) if a node of the pool does not have the
+        file or folder."""
+        asked = {
+            process.actor.why_missing.remote(str(path)): (str(process), self.name)
+            for process in self.processes
+        }
         problems = sorted({problem for problem in await_all(asked, f"look for {path}") if problem})
         ConfigError.raise_if_any(f"{setting}: {problem}; {fix}" for problem in problems)
 
@@ -104,21 +121,25 @@ class WorkerGroup:
             raise self.broken
 
     def break_with(self, error: WorkerError) -> None:
-        """Kill all processes, because some may hang. From now on every call, pending or new, raises this error."""
+        """Kill all processes, because some may hang. From now on every call, pending or new, raises
+        this error."""
         if self.broken is None:
             self.broken = error
             for process in self.processes:
                 ray.kill(process.actor)
 
     def diagnose(self, error: BaseException, call: PendingCall) -> WorkerError:
-        """The error that a failed call raises. It is about the death or the exception that caused the failure."""
+        """The error that a failed call raises. It is about the death or the exception that caused
+        the failure."""
         self.raise_if_broken()
         cause = cause_of(error)
         if (known := self.known_failure(cause)) is not None:
             return known
         healthy = [group for group in self._all_groups.values() if group.broken is None]
         errors = []
-        for dead, reason in find_deaths([process for group in healthy for process in group.processes], cause):
+        for dead, reason in find_deaths(
+            [process for group in healthy for process in group.processes], cause
+        ):
             group = self._all_groups[dead.pool]
             ended = group._call_ended_by(dead) or call
             message = f"{dead} died during {ended.role}.{ended.method}: {reason}"
@@ -127,13 +148,18 @@ class WorkerGroup:
         self.raise_if_broken()
         if errors:
             return errors[0]
-        named = cause if isinstance(cause, WorkerError) else WorkerError(f"{call.what} failed: {cause}", pool=self.name)
+        named = (
+            cause
+            if isinstance(cause, WorkerError)
+            else WorkerError(f"{call.what} failed: {cause}", pool=self.name)
+        )
         if not call.has_ended(within_s=GRACE_S):
             self.break_with(named)
         return named
 
     def known_failure(self, cause: BaseException) -> WorkerError | None:
-        """If this error is about a broken pool, the error that broke it, because this error may be a consequence."""
+        """If this error is about a broken pool, the error that broke it, because this error may be
+        a consequence."""
         for group in self._all_groups.values():
             names_pool = isinstance(cause, WorkerError) and cause.pool == group.name
             names_process = any(is_death_of(process, cause) for process in group.processes)
@@ -144,13 +170,20 @@ class WorkerGroup:
     def _call_ended_by(self, process: Process) -> PendingCall | None:
         """The first call that was running or queued in a process when the process died."""
         calls = [call for call in (reference() for reference in self.recent) if call is not None]
-        answers = [(call, call.all_refs[process.rank]) for call in calls if process.rank < len(call.all_refs)]
-        return next((call for call, answer in answers if is_death_of(process, *outcomes([answer], 0))), None)
+        answers = [
+            (call, call.all_refs[process.rank])
+            for call in calls
+            if process.rank < len(call.all_refs)
+        ]
+        return next(
+            (call for call, answer in answers if is_death_of(process, *outcomes([answer], 0))), None
+        )
 
 
 @dataclass(eq=False, repr=False)
 class RoleProxy:
-    """The registered methods of a role, as methods of this object. Each of them takes `blocking=` in addition."""
+    """The registered methods of a role, as methods of this object. Each of them takes `blocking=`
+    in addition."""
 
     group: WorkerGroup
     role_name: str
@@ -173,14 +206,28 @@ class RoleProxy:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         known = ", ".join(sorted(self.__dict__.get("_specs", ()))) or "none"
-        raise AttributeError(f"{self.worker_class.__name__} has no registered method {name}; it has {known}")
+        raise AttributeError(
+            f"{self.worker_class.__name__} has no registered method {name}; it has {known}"
+        )
 
-    def _call(self, method: str, spec: MethodSpec, /, *args: Any, blocking: bool | None = None, **kwargs: Any) -> Any:
+    def _call(
+        self,
+        method: str,
+        spec: MethodSpec,
+        /,
+        *args: Any,
+        blocking: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
         future = self._submit(method, spec, args, kwargs)
-        chosen = next(choice for choice in (blocking, self.blocking, spec.blocking) if choice is not None)
+        chosen = next(
+            choice for choice in (blocking, self.blocking, spec.blocking) if choice is not None
+        )
         return future.get() if chosen else future
 
-    def _submit(self, name: str, spec: MethodSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> CallFuture:
+    def _submit(
+        self, name: str, spec: MethodSpec, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> CallFuture:
         self.group.raise_if_broken()
         if spec.dispatch_fn is not None:
             args, kwargs = spec.dispatch_fn(self, *args, **kwargs)
@@ -190,7 +237,9 @@ class RoleProxy:
         processes = self.group.processes[:1] if only_zero else self.group.processes
         sources = list(calls.sources_of((*args, *kwargs.values())))
         after = tuple(sorted({source.number for source in sources}))
-        call = calls.Call(self.role_name, name, args, kwargs, time.time(), next_call_number(), after)
+        call = calls.Call(
+            self.role_name, name, args, kwargs, time.time(), next_call_number(), after
+        )
         num_parts = self._num_parts(call, spec, len(processes))
         stride = self.tp_size if spec.dispatch in calls.PER_DP_GROUP else 1
         pending = PendingCall(self.group, self.role_name, name, call.number, stride, sources)
@@ -198,22 +247,41 @@ class RoleProxy:
         for rank, process in enumerate(processes):
             if rank % ranks_per_part == 0:  # the ranks of an earlier part already compute
                 part = rank // ranks_per_part
-                packed, objects = calls.pack_call(call, spec.reads, num_parts, part, in_lists=spec.dispatch in LISTS)
-                references = [[stored for _, stored in objects], *(direct for direct, _ in objects)] if objects else []
+                packed, objects = calls.pack_call(
+                    call, spec.reads, num_parts, part, in_lists=spec.dispatch in LISTS
+                )
+                references = (
+                    [[stored for _, stored in objects], *(direct for direct, _ in objects)]
+                    if objects
+                    else []
+                )
             pending.all_objects.append(tuple(process.actor.run.remote(packed, *references)))
         if spec.dispatch is Dispatch.DP_COMPUTE_PROTO:
             return DataProtoFuture([pending])
         collect = collect_first if only_zero else list
-        return CallFuture([pending], collect if spec.collect_fn is None else partial(spec.collect_fn, self))
+        return CallFuture(
+            [pending], collect if spec.collect_fn is None else partial(spec.collect_fn, self)
+        )
 
     def _num_parts(self, call: calls.Call, spec: MethodSpec, num_ranks: int) -> int:
-        """The number of different messages; neighbouring ranks get the same one. Checks the lengths of lists."""
-        if spec.dispatch not in (*calls.PER_DP_GROUP, Dispatch.ALL_TO_ALL) or not (call.args or call.kwargs):
+        """The number of different messages; neighbouring ranks get the same one. Checks the lengths
+        of lists."""
+        if spec.dispatch not in (*calls.PER_DP_GROUP, Dispatch.ALL_TO_ALL) or not (
+            call.args or call.kwargs
+        ):
             return 1
-        num_parts = num_ranks if spec.dispatch is Dispatch.ALL_TO_ALL else min(num_ranks, self.dp_size)
-        for key, value in (*enumerate(call.args), *call.kwargs.items()) if spec.dispatch in LISTS else ():
+        num_parts = (
+            num_ranks if spec.dispatch is Dispatch.ALL_TO_ALL else min(num_ranks, self.dp_size)
+        )
+        for key, value in (
+            (*enumerate(call.args), *call.kwargs.items()) if spec.dispatch in LISTS else ()
+        ):
             if not isinstance(value, list | tuple) or len(value) != num_parts:
-                size = f"{len(value)} entries" if isinstance(value, list | tuple) else type(value).__name__
+                size = (
+                    f"{len(value)} entries"
+                    if isinstance(value, list | tuple)
+                    else type(value).__name__
+                )
                 raise DataError(
                     f"{call.role}.{call.method}: argument {key} must be a list with one entry for each of {num_parts} "
                     f"{'data-parallel groups' if spec.dispatch is Dispatch.DP_COMPUTE else 'ranks'}, not {size}"
@@ -227,7 +295,8 @@ LISTS = (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)
 
 @dataclass(eq=False, repr=False)
 class PendingCall:
-    """A call that was made: references to the ranks' replies, and the calls whose results it needs."""
+    """A call that was made: references to the ranks' replies, and the calls whose results it
+    needs."""
 
     group: WorkerGroup
     role: str
@@ -259,7 +328,8 @@ class PendingCall:
 
     @property
     def objects(self) -> list[tuple[Any, Any]]:
-        """References to the replies with a result, to pass them to another call without reading them."""
+        """References to the replies with a result, to pass them to another call without reading
+        them."""
         return self.all_objects[:: self.stride]
 
     def replies(self, timeout_s: float | None) -> list[Reply]:
@@ -280,19 +350,24 @@ class PendingCall:
             raise (self.group.known_failure(error) or error) from None
 
     def _wait(self, timeout_s: float | None) -> list[Reply]:
-        """Every rank's reply. The error of one rank is raised at once, even if another one never replies."""
+        """Every rank's reply. The error of one rank is raised at once, even if another one never
+        replies."""
         if self._error is not None:
             raise self._error
         timeout_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while self._replies is None:
             try:
-                packed = ray.get(self.all_refs, timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
+                packed = ray.get(
+                    self.all_refs, timeout=max(0.0, min(POLL_S, deadline - time.monotonic()))
+                )
                 pairs = zip(packed, self.all_objects, strict=True)
                 self._replies = [calls.unpack_reply(one, stored) for one, (_, stored) in pairs]
                 self.sources = ()
                 known, key = self.group.longest_s, (self.role, self.method)
-                known[key] = max(known.get(key, 0.0), *(reply.span.duration_s for reply in self._replies))
+                known[key] = max(
+                    known.get(key, 0.0), *(reply.span.duration_s for reply in self._replies)
+                )
             except GetTimeoutError:
                 self.group.raise_if_broken()
                 if time.monotonic() >= deadline:
@@ -311,11 +386,20 @@ def is_death_of(process: Process, error: Any) -> bool:
     return isinstance(error, RayActorError) and error.actor_id == process.actor_id
 
 
-def find_deaths(processes: Sequence[Process], cause: BaseException | None = None) -> list[tuple[Process, str]]:
-    """The processes that died, and why: the one that the cause names. If it names none, every process gets a ping."""
+def find_deaths(
+    processes: Sequence[Process], cause: BaseException | None = None
+) -> list[tuple[Process, str]]:
+    """The processes that died, and why: the one that the cause names. If it names none, every
+    process gets a ping."""
     if isinstance(cause, RayActorError):
-        return [(process, calls.reason_of(cause)) for process in processes if is_death_of(process, cause)]
+        return [
+            (process, calls.reason_of(cause))
+            for process in processes
+            if is_death_of(process, cause)
+        ]
     # A process that does not answer in time is busy. If it were dead, Ray would answer.
     answers = outcomes([process.actor.ping.remote() for process in processes], timeout_s=2.0)
     found = zip(processes, answers, strict=True)
-    return [(process, calls.reason_of(error)) for process, error in found if is_death_of(process, error)]
+    return [
+        (process, calls.reason_of(error)) for process, error in found if is_death_of(process, error)
+    ]

@@ -1,8 +1,10 @@
-"""Keepers of snapshots: one on each node owns the folder in shared memory into which the ranks of that node write.
+"""Keepers of snapshots: one on each node owns the folder in shared memory into which the ranks of
+that node write.
 
-Owns these folders, and the second copy of each file on another node. The ranks write the files, and the trainer knows
-when and which (`rolepool.trainer.checkpoint`). A rank's files are listed in the order in which they are copied, with
-paths relative to the folder. The last one is its marker: without the marker, the others do not count.
+Owns these folders, and the second copy of each file on another node. The ranks write the files, and
+the trainer knows when and which (`rolepool.trainer.checkpoint`). A rank's files are listed in the
+order in which they are copied, with paths relative to the folder. The last one is its marker:
+without the marker, the others do not count.
 """
 
 import os
@@ -55,7 +57,8 @@ class Keeper:
 
     @ray.method(concurrency_group="serve")
     def where(self) -> tuple[Path, int]:
-        """The folder, and the bytes that are free there. A folder that somebody has removed is made again."""
+        """The folder, and the bytes that are free there. A folder that somebody has removed is made
+        again."""
         if not self.folder.is_dir():
             self._make_folder()
         return self.folder, shutil.disk_usage(self.folder).free
@@ -71,15 +74,21 @@ class Keeper:
             file.seek(offset)
             return file.read(CHUNK_BYTES)
 
-    def fetch(self, number: int, ranks: Sequence[Files], sources: Sequence[Any], *written: Any) -> bool:
-        """Copy the files of ranks that are not here from a keeper that has them. Returns whether all are here now.
+    def fetch(
+        self, number: int, ranks: Sequence[Files], sources: Sequence[Any], *written: Any
+    ) -> bool:
+        """Copy the files of ranks that are not here from a keeper that has them. Returns whether
+        all are here now.
 
-        If `written` are the replies of ranks, a GPU may still write to the files, and this waits for it.
+        If `written` are the replies of ranks, a GPU may still write to the files, and this waits
+        for it.
         """
         deadline = time.monotonic() + (WRITE_TIMEOUT_S if written else 0)
         for files, source in product(ranks, sources):
             with suppress(RayError):  # the source has died
-                while (found := ray.get(source.number_of.remote(files))) is None and time.monotonic() < deadline:
+                while (
+                    found := ray.get(source.number_of.remote(files))
+                ) is None and time.monotonic() < deadline:
                     time.sleep(POLL_S)
                 if found == number and self.number_of(files) != number:  # type: ignore[operator]
                     self._copy(number, files, source)
@@ -92,12 +101,16 @@ class Keeper:
         (self.folder / marker).unlink(missing_ok=True)
         for path in others:
             (self.folder / path).touch()
-            with (self.folder / path).open("r+b") as file:  # overwrites its memory, because new pages take longer
+            with (self.folder / path).open(
+                "r+b"
+            ) as file:  # overwrites its memory, because new pages take longer
                 while chunk := ray.get(source.read.remote(path, file.tell())):
                     file.write(chunk)
                 file.truncate()
         text: bytes = ray.get(source.read.remote(marker, 0))
-        if ray.get(source.number_of.remote(files)) == number:  # otherwise its ranks have begun to write the next one
+        if (
+            ray.get(source.number_of.remote(files)) == number
+        ):  # otherwise its ranks have begun to write the next one
             write_atomically(self.folder / marker, [text.decode()])
 
     def remove(self, place: str) -> None:
@@ -110,12 +123,15 @@ class Keeper:
 
 
 class Keepers:
-    """A keeper on each node. If the cluster has the driver's node only, the driver is the keeper itself."""
+    """A keeper on each node. If the cluster has the driver's node only, the driver is the keeper
+    itself."""
 
     def __init__(self, number_of: NumberOf, nodes: Collection[str]) -> None:
         """Start them. This does not wait until they have started."""
         self._number_of = number_of
-        is_alone = set(nodes) == {ray.get_runtime_context().get_node_id()} and len(live_nodes()) == 1
+        is_alone = (
+            set(nodes) == {ray.get_runtime_context().get_node_id()} and len(live_nodes()) == 1
+        )
         self._here = Keeper(number_of) if is_alone else None
         self._actors = {node: self._start(node) for node in nodes if self._here is None}
         self._failing = set[str]()
@@ -123,7 +139,9 @@ class Keepers:
 
     def _start(self, node: str) -> Any:
         actor_class = ray.remote(concurrency_groups={"serve": 2})(Keeper)  # type: ignore[call-overload]
-        return actor_class.options(num_cpus=0, scheduling_strategy=pinned_to(node)).remote(self._number_of)
+        return actor_class.options(num_cpus=0, scheduling_strategy=pinned_to(node)).remote(
+            self._number_of
+        )
 
     def where(self, nodes: Collection[str]) -> dict[str, tuple[Path, int]]:
         """The folder on each node, and the bytes that are free there.
@@ -133,7 +151,8 @@ class Keepers:
         return self._ask(nodes, "where")
 
     def copy(self, number: int, ranks: Sequence[tuple[Files, str]], written: CallFuture) -> None:
-        """When the ranks of a role have written their files, copy them to another node. `ranks` has the node, too."""
+        """When the ranks of a role have written their files, copy them to another node. `ranks` has
+        the node, too."""
         replies = [reply for call in written.calls for reply, _ in call.objects]
         ring = list(self._actors)
         for node, following in zip(ring, ring[1:] + ring[:1], strict=True):
@@ -142,7 +161,8 @@ class Keepers:
                 self._actors[following].fetch.remote(number, files, [self._actors[node]], *replies)
 
     def gather(self, number: int, ranks: Sequence[Files], nodes: Collection[str]) -> bool:
-        """Copy to each of these nodes what it does not have of a role's snapshot. Returns whether it has all now."""
+        """Copy to each of these nodes what it does not have of a role's snapshot. Returns whether
+        it has all now."""
         answers = self._ask(nodes, "fetch", number, ranks, list(self._actors.values()))
         return all(answers.get(node) for node in nodes)
 
@@ -156,12 +176,21 @@ class Keepers:
         self._actors.clear()  # Ray ends an actor to which nobody has a reference
 
     def _ask(self, nodes: Collection[str], method: str, *args: Any) -> dict[str, Any]:
-        """The answers of the keepers on these nodes. One that does not answer is replaced when it is asked again."""
-        answers = self._ask_actors(nodes, method, *args) if self._here is None else self._ask_here(nodes, method, *args)
-        good = {node: answer for node, answer in answers.items() if not isinstance(answer, Exception)}
+        """The answers of the keepers on these nodes. One that does not answer is replaced when it
+        is asked again."""
+        answers = (
+            self._ask_actors(nodes, method, *args)
+            if self._here is None
+            else self._ask_here(nodes, method, *args)
+        )
+        good = {
+            node: answer for node, answer in answers.items() if not isinstance(answer, Exception)
+        }
         for node in answers.keys() - good.keys():
             if node not in self._failing:
-                logger.warning("the snapshots on node %s are not used: %s", node, one_line(answers[node]))
+                logger.warning(
+                    "the snapshots on node %s are not used: %s", node, one_line(answers[node])
+                )
             self._actors.pop(node, None)
             self._failing.add(node)
         self._failing -= good.keys()

@@ -1,7 +1,8 @@
-"""CUDA MPS on one node: kernels of processes that share a GPU run at the same time instead of one after another.
+"""CUDA MPS on one node: kernels of processes that share a GPU run at the same time instead of one
+after another.
 
-Owns the daemon. It ends with the process that started it, no matter how that process ends. This module knows neither
-pools nor Ray.
+Owns the daemon. It ends with the process that started it, no matter how that process ends. This
+module knows neither pools nor Ray.
 """
 
 import os
@@ -23,23 +24,37 @@ ASK_TIMEOUT_S = 10.0
 
 
 class MpsDaemon:
-    """Our own running daemon, separate from any other on the node. It ends when this process ends."""
+    """Our own running daemon, separate from any other on the node. It ends when this process
+    ends."""
 
     def __init__(self) -> None:
         if shutil.which(CONTROL) is None:
             _refuse(f"{CONTROL} is not on the PATH")
-        # Always in /tmp, not in the system's default folder, because the paths of sockets must be short.
+        # Always in /tmp, not in the system's default folder, because the paths of sockets must be
+        # short.
         folder = Path(tempfile.mkdtemp(prefix="rolepool-mps-", dir="/tmp"))
         pipes, self._logs = folder / "pipe", folder / "log"
         pipes.mkdir()
         self._logs.mkdir()
-        self.environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(self._logs)}
-        # The daemon must see every GPU: clients count the GPUs that it sees, and a worker has the node's own numbers.
-        others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        self.environment = {
+            "CUDA_MPS_PIPE_DIRECTORY": str(pipes),
+            "CUDA_MPS_LOG_DIRECTORY": str(self._logs),
+        }
+        # The daemon must see every GPU: clients count the GPUs that it sees, and a worker has the
+        # node's own numbers.
+        others = {
+            name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"
+        }
         self._full_environment = others | self.environment
         watched, self._held = os.pipe()
         keeper = ["sh", str(Path(__file__).with_name("mps_keeper.sh")), str(folder)]
-        subprocess.run(keeper, stdin=watched, env=self._full_environment, start_new_session=True, timeout=ASK_TIMEOUT_S)
+        subprocess.run(
+            keeper,
+            stdin=watched,
+            env=self._full_environment,
+            start_new_session=True,
+            timeout=ASK_TIMEOUT_S,
+        )
         os.close(watched)
         deadline = time.monotonic() + START_TIMEOUT_S
         try:
@@ -60,16 +75,25 @@ class MpsDaemon:
 
     def _wait(self, deadline: float, awaited: str) -> None:
         if time.monotonic() > deadline:
-            _refuse(f"waited {START_TIMEOUT_S:g} s for {awaited}; the last line of its log: {self._last_log_line()}")
+            _refuse(
+                f"waited {START_TIMEOUT_S:g} s for {awaited}; the last line of its log: {self._last_log_line()}"
+            )
         time.sleep(0.1)
 
     def _control(self, command: str, *options: str) -> str | None:
-        """The answer to a command; None if it fails. Read from a file, because the daemon may keep a pipe open."""
+        """The answer to a command; None if it fails. Read from a file, because the daemon may keep
+        a pipe open."""
         output = self._logs / "output"
-        settings: dict[str, Any] = {"env": self._full_environment, "timeout": ASK_TIMEOUT_S, "check": True}
+        settings: dict[str, Any] = {
+            "env": self._full_environment,
+            "timeout": ASK_TIMEOUT_S,
+            "check": True,
+        }
         with output.open("w") as file, suppress(subprocess.SubprocessError):
             text = f"{command}\n".encode()
-            subprocess.run([CONTROL, *options], input=text, stdout=file, stderr=subprocess.STDOUT, **settings)
+            subprocess.run(
+                [CONTROL, *options], input=text, stdout=file, stderr=subprocess.STDOUT, **settings
+            )
             return output.read_text().strip()
         return None
 
@@ -82,4 +106,6 @@ class MpsDaemon:
 
 def _refuse(what: str) -> NoReturn:
     fix = "set placement.mps=false, or fix MPS there"
-    raise PlacementError(f"placement.mps=true: CUDA MPS does not start on {socket.gethostname()}: {what}; {fix}")
+    raise PlacementError(
+        f"placement.mps=true: CUDA MPS does not start on {socket.gethostname()}: {what}; {fix}"
+    )

@@ -1,7 +1,7 @@
 """The worker process: one Ray actor per slot of a pool, hosting all roles of that pool.
 
-Owns the process: its rank, device, process group, seeds, and what it prints. It runs one call after another. Roles
-reach it as classes, so it does not know what they compute.
+Owns the process: its rank, device, process group, seeds, and what it prints. It runs one call after
+another. Roles reach it as classes, so it does not know what they compute.
 """
 
 import asyncio
@@ -33,7 +33,13 @@ import torch.distributed as dist
 from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from rolepool.cluster.calls import PER_DP_GROUP, pack_reply, resolve_arguments, unpack_call, without_padding
+from rolepool.cluster.calls import (
+    PER_DP_GROUP,
+    pack_reply,
+    resolve_arguments,
+    unpack_call,
+    without_padding,
+)
 from rolepool.cluster.mps import MpsDaemon
 from rolepool.cluster.titles import keep_title, set_title
 from rolepool.config.functions import import_extensions, import_object
@@ -49,7 +55,17 @@ from rolepool.protocol.futures import Reply, encode_result
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
-HTTP_LIBRARIES = ("aiohttp", "anthropic", "httpcore", "httpcore2", "httpx", "httpx2", "openai", "requests", "urllib3")
+HTTP_LIBRARIES = (
+    "aiohttp",
+    "anthropic",
+    "httpcore",
+    "httpcore2",
+    "httpx",
+    "httpx2",
+    "openai",
+    "requests",
+    "urllib3",
+)
 MAX_LINES = 50
 INTERVAL_S = 5.0
 """So many lines of output are shown in each interval of this length."""
@@ -71,15 +87,19 @@ class Whereabouts:
 
 
 class WorkerProcess:
-    """Started by `start_pools` on one slot. It runs one call at a time, in the order in which they were made."""
+    """Started by `start_pools` on one slot. It runs one call at a time, in the order in which they
+    were made."""
 
     def __init__(self, folder: str, extensions: Sequence[str] = ()) -> None:
-        """`folder` is the driver's working folder. Relative paths are relative to it, not to the folder where Ray was
-        started. `extensions` are the modules of the driver's `trainer.extensions`."""
+        """`folder` is the driver's working folder. Relative paths are relative to it, not to the
+        folder where Ray was started. `extensions` are the modules of the driver's
+        `trainer.extensions`."""
         keep_title()
         gc.freeze()  # modules stay, so nobody has to look through them for garbage
         self._folder = folder
-        with suppress(OSError):  # files that the config names are checked on every node before they are read
+        with suppress(
+            OSError
+        ):  # files that the config names are checked on every node before they are read
             os.chdir(folder)
         import_extensions(extensions)
         self._roles: dict[str, Worker] = {}
@@ -97,7 +117,9 @@ class WorkerProcess:
         gpus = tuple(int(gpu) for gpu in ray.get_gpu_ids())
         memory = detect_gpu_memory() if gpus else None
         node_id, pid = ray.get_runtime_context().get_node_id(), os.getpid()
-        return Whereabouts(self._address, pid, node_id, gpus, memory, f"/proc/{pid}/fd/{self._stack_file.fileno()}")
+        return Whereabouts(
+            self._address, pid, node_id, gpus, memory, f"/proc/{pid}/fd/{self._stack_file.fileno()}"
+        )
 
     @ray.method(concurrency_group="health")
     def ping(self) -> float:
@@ -106,16 +128,24 @@ class WorkerProcess:
 
     @ray.method(concurrency_group="health")
     def stacks(self) -> str:
-        """The Python stack of each thread. It also answers while a call waits, for example in a collective."""
+        """The Python stack of each thread. It also answers while a call waits, for example in a
+        collective."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames().items()
-        stacks = [f"thread {names.get(ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames]
+        stacks = [
+            f"thread {names.get(ident)}:\n{''.join(traceback.format_stack(frame))}"
+            for ident, frame in frames
+        ]
         return "\n".join(stacks)
 
     @ray.method(concurrency_group="health")
     def limit_output(self, path: str) -> None:
-        """From now on, write all that this process prints to this file, and show only some of it on the console."""
-        sys.stdout, sys.stderr = LimitedOutput(sys.stdout, Path(path)), LimitedOutput(sys.stderr, Path(path))
+        """From now on, write all that this process prints to this file, and show only some of it on
+        the console."""
+        sys.stdout, sys.stderr = (
+            LimitedOutput(sys.stdout, Path(path)),
+            LimitedOutput(sys.stderr, Path(path)),
+        )
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(sys.stderr)
@@ -130,12 +160,14 @@ class WorkerProcess:
     # Start
 
     def import_workers(self, names: Sequence[str]) -> None:
-        """Import the classes of roles now, which takes a while, so that roles can be added quickly later."""
+        """Import the classes of roles now, which takes a while, so that roles can be added quickly
+        later."""
         for name in names:
             import_object("worker", name)
 
     def start_mps(self) -> dict[str, str]:
-        """Run CUDA MPS on this node as long as this process lives. Returns the variables that its clients need."""
+        """Run CUDA MPS on this node as long as this process lives. Returns the variables that its
+        clients need."""
         self._mps = MpsDaemon()
         return self._mps.environment
 
@@ -143,7 +175,8 @@ class WorkerProcess:
         os.environ.update(variables)
 
     def take_rank(self, context: WorkerContext, share: float) -> tuple[str, int] | None:
-        """Become this rank, with this share of the GPU's memory. Rank 0 returns the address of the process group."""
+        """Become this rank, with this share of the GPU's memory. Rank 0 returns the address of the
+        process group."""
         set_title(context.pool, context.rank)
         # Ray reads this line, and prints the name before every later line.
         for stream in (sys.stdout, sys.stderr):
@@ -167,17 +200,20 @@ class WorkerProcess:
         return self._address, port
 
     def join_pool(self, master: tuple[str, int], secret: str, timeout_s: float) -> None:
-        """Join the process group of the pool. All keys of its store begin with the secret, which other programs that
-        can reach the store do not know."""
+        """Join the process group of the pool. All keys of its store begin with the secret, which
+        other programs that can reach the store do not know."""
         address, port = master
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-        # Without this gloo uses the address of the host name, and NCCL any address that is not a loopback address.
+        # Without this gloo uses the address of the host name, and NCCL any address that is not a
+        # loopback address.
         for name, addresses in psutil.net_if_addrs().items():
             if any(one.address == self._address for one in addresses):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
                 if self._address == "127.0.0.1":
                     os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-        server = self._store or TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        server = self._store or TCPStore(
+            address, port, is_master=False, timeout=timedelta(seconds=timeout_s)
+        )
         self._pool_store = PrefixStore(secret, server)
         if self._context.device != "cpu":
             torch.cuda.set_device(0)
@@ -185,22 +221,32 @@ class WorkerProcess:
 
     def _join(self, store: Store, rank: int, world_size: int) -> None:
         backend = "gloo" if self._context.device == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+        )
 
     def store_address(self) -> tuple[str, int]:
-        """Where other processes find the store of this process, which must be rank 0 of its pool."""
+        """Where other processes find the store of this process, which must be rank 0 of its
+        pool."""
         assert self._store is not None
         return self._address, self._store.port
 
     def measure(self, function: Callable[[str], Any]) -> Any:
-        """Call a function with the device of this process. It may use the process group of the pool."""
+        """Call a function with the device of this process. It may use the process group of the
+        pool."""
         return function(self._context.device)
 
     def measure_together(
-        self, function: Callable[[str], Any], host: tuple[str, int], secret: str, rank: int, world_size: int
+        self,
+        function: Callable[[str], Any],
+        host: tuple[str, int],
+        secret: str,
+        rank: int,
+        world_size: int,
     ) -> Any:
-        """The same with a process group of several pools, which exists only during the call. `host` has the store of
-        its rank 0. No role may use the process group of the pool yet, because it is made again."""
+        """The same with a process group of several pools, which exists only during the call. `host`
+        has the store of its rank 0. No role may use the process group of the pool yet, because it
+        is made again."""
         address, port = host
         server = self._store
         if server is None or rank > 0:
@@ -216,7 +262,13 @@ class WorkerProcess:
         return result
 
     def add_role(
-        self, name: str, worker_class: type[Worker], tp_size: int, args: Any, kwargs: Any, queued_s: float
+        self,
+        name: str,
+        worker_class: type[Worker],
+        tp_size: int,
+        args: Any,
+        kwargs: Any,
+        queued_s: float,
     ) -> bytes | Reply:
         """Construct a role. Its weights depend on the role's seed only, not on rank or pool."""
         start_s = time.time()
@@ -225,7 +277,8 @@ class WorkerProcess:
         self._reseed(name, context.init_seed)
         try:
             with workers.made_in(context, self._roles):
-                # In two steps, so that `less_memory` can be called if `__init__` runs out of memory.
+                # In two steps, so that `less_memory` can be called if `__init__` runs out of
+                # memory.
                 worker = self._roles[name] = worker_class.__new__(worker_class, *args, **kwargs)
                 worker.__init__(*args, **kwargs)  # type: ignore[misc]
         except Exception as error:
@@ -244,10 +297,12 @@ class WorkerProcess:
     # Work
 
     @ray.method(num_returns=2)
-    def run(self, packed: bytes, stored: Sequence[Any] = (), *direct: Any) -> tuple[bytes | Reply, Any]:
-        """Run a method of a role. The reply has its span and its result. The large columns of a batch are a second
-        return value. Ray keeps it in this node's shared memory, even if this process dies, and the processes that need
-        it fetch it from there."""
+    def run(
+        self, packed: bytes, stored: Sequence[Any] = (), *direct: Any
+    ) -> tuple[bytes | Reply, Any]:
+        """Run a method of a role. The reply has its span and its result. The large columns of a
+        batch are a second return value. Ray keeps it in this node's shared memory, even if this
+        process dies, and the processes that need it fetch it from there."""
         start_s = time.time()
         call = unpack_call(packed)
         on_gpu = self._context.device != "cpu"
@@ -290,20 +345,34 @@ class WorkerProcess:
         if isinstance(error, WorkerError):
             return error
         context, pid = self._context, os.getpid()
-        who = f"{context.pool} rank {context.rank} ({role}.{method}, node {self._address}, pid {pid})"
+        who = (
+            f"{context.pool} rank {context.rank} ({role}.{method}, node {self._address}, pid {pid})"
+        )
         if workers.is_out_of_memory(error):
-            problems = workers.explain_out_of_memory(who, error, context.device, self._roles[role].less_memory(method))
+            problems = workers.explain_out_of_memory(
+                who, error, context.device, self._roles[role].less_memory(method)
+            )
         elif isinstance(error, RolepoolError):  # the message says what the user can change
             problems = [*error.problems[:-1], f"{error.problems[-1]}; in {who}"]
         else:
             summary = "".join(traceback.format_exception_only(error)).strip()
-            problems = [f"{who} failed: {summary}", "".join(traceback.format_exception(error)).rstrip()]
+            problems = [
+                f"{who} failed: {summary}",
+                "".join(traceback.format_exception(error)).rstrip(),
+            ]
         return WorkerError(
-            problems, pool=context.pool, role=role, rank=context.rank, node=self._address, pid=pid, method=method
+            problems,
+            pool=context.pool,
+            role=role,
+            rank=context.rank,
+            node=self._address,
+            pid=pid,
+            method=method,
         )
 
     def _switch_random_state(self, role: str) -> None:
-        """Each role has its own stream of random numbers, which does not depend on what other roles draw."""
+        """Each role has its own stream of random numbers, which does not depend on what other roles
+        draw."""
         if role == self._active_role:
             return
         self._random_states[self._active_role] = workers.random_state()
@@ -320,13 +389,18 @@ class WorkerProcess:
 
 
 def _device_for(wanted: str) -> str:
-    """The device of a process. With `auto` it is the GPU of the slot, or the CPU if this torch cannot use the GPU."""
+    """The device of a process. With `auto` it is the GPU of the slot, or the CPU if this torch
+    cannot use the GPU."""
     if wanted == "cpu" or torch.cuda.is_available():
         return "cpu" if wanted == "cpu" else "cuda"
     if wanted == "cuda":
         fix = "install a CUDA build of torch, or set trainer.device=cpu"
-        raise WorkerError(f"trainer.device=cuda: torch sees no CUDA device in a worker process; {fix}")
-    logger.warning("the slot has a GPU, but this build of torch cannot use it; computing on the CPU")
+        raise WorkerError(
+            f"trainer.device=cuda: torch sees no CUDA device in a worker process; {fix}"
+        )
+    logger.warning(
+        "the slot has a GPU, but this build of torch cannot use it; computing on the CPU"
+    )
     return "cpu"
 
 
@@ -337,13 +411,17 @@ def _handled(arguments: Sequence[Any], result: Any) -> tuple[int, int, int]:
     tokens = [batch.batch.get(INPUT_IDS) for batch in (*made, *given) if batch.batch is not None]
     num_rows = max(map(len, given), default=0)
     num_tokens = next((flat_values(column).numel() for column in tokens if is_ragged(column)), 0)
-    return num_rows, num_tokens, sum(num_bytes(t) for one in given if one.batch is not None for t in one.batch.values())
+    return (
+        num_rows,
+        num_tokens,
+        sum(num_bytes(t) for one in given if one.batch is not None for t in one.batch.values()),
+    )
 
 
 class LimitedOutput:
-    """Replaces a text stream of this process. Ray shows on the driver's console what is written to the stream. After
-    `MAX_LINES` lines, the rest of an interval is only in the file. The first output after the interval tells how
-    many lines that were."""
+    """Replaces a text stream of this process. Ray shows on the driver's console what is written to
+    the stream. After `MAX_LINES` lines, the rest of an interval is only in the file. The first
+    output after the interval tells how many lines that were."""
 
     def __init__(self, stream: TextIO, path: Path) -> None:
         self._stream, self._path = stream, path
@@ -378,7 +456,9 @@ class LimitedOutput:
         """If the interval is over, begin the next one."""
         if time.monotonic() > self._since_s + INTERVAL_S:
             if (num_hidden := self._num_lines - MAX_LINES) > 0:
-                self._stream.write(f"... {num_hidden} more lines are not shown here; all lines are in {self._path}\n")
+                self._stream.write(
+                    f"... {num_hidden} more lines are not shown here; all lines are in {self._path}\n"
+                )
             self._num_lines, self._since_s = 0, time.monotonic()
 
 
@@ -396,15 +476,16 @@ class _Details(logging.Handler):
 
 
 def _is_detail(record: logging.LogRecord) -> bool:
-    """Whether a log record is of use only if somebody looks for a cause. Libraries for HTTP write one for each request,
-    such as those of a reward function that asks a server."""
+    """Whether a log record is of use only if somebody looks for a cause. Libraries for HTTP write
+    one for each request, such as those of a reward function that asks a server."""
     is_of_requests = record.name.partition(".")[0] in HTTP_LIBRARIES
     lowest_shown = logging.WARNING if is_of_requests else logging.INFO
     return record.levelno < lowest_shown
 
 
 def _write_details_to(output: LimitedOutput) -> None:
-    """Write details, such as rolepool's log records below INFO, to the file of this output, and not to the console."""
+    """Write details, such as rolepool's log records below INFO, to the file of this output, and not
+    to the console."""
     root = logging.getLogger()
     for handler in root.handlers:
         handler.addFilter(lambda record: not _is_detail(record))

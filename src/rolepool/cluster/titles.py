@@ -1,9 +1,9 @@
 """The title of a worker process, which `ps`, `top` and `nvidia-smi` show.
 
-Ray gives a process a new title before and after each call, such as "ray::WorkerProcess.run". It has no setting for
-that. So this module replaces the function of Ray that does it, in this process only:
-https://github.com/ray-project/ray/blob/ray-2.60.0/python/ray/_private/worker.py (`_changeproctitle`). A version of Ray
-without that function keeps its own titles.
+Ray gives a process a new title before and after each call, such as "ray::WorkerProcess.run". It has
+no setting for that. So this module replaces the function of Ray that does it, in this process only:
+https://github.com/ray-project/ray/blob/ray-2.60.0/python/ray/_private/worker.py
+(`_changeproctitle`). A version of Ray without that function keeps its own titles.
 """
 
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""What all sections of the config share: the base class, the value types, defaults that follow another key, and checks
-of a config in which some values are not known.
+"""What all sections of the config share: the base class, the value types, defaults that follow
+another key, and checks of a config in which some values are not known.
 
 Owns the rules for all keys. Does not know any key by name.
 """
@@ -11,13 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    TypeAdapter,
+)
 
 from rolepool.errors import collected
 
 
 class UnknownValue(Exception):
-    """A check has read a key whose value is not known, because what the user wrote there is wrong."""
+    """A check has read a key whose value is not known, because what the user wrote there is
+    wrong."""
 
 
 class Section(BaseModel):
@@ -39,10 +48,13 @@ class Section(BaseModel):
     def with_value(self, path: str, value: Any) -> Self:
         """A copy in which the key at this dotted path, below this section, has another value."""
         first, _, rest = path.partition(".")
-        return self.model_copy(update={first: getattr(self, first).with_value(rest, value) if rest else value})
+        return self.model_copy(
+            update={first: getattr(self, first).with_value(rest, value) if rest else value}
+        )
 
     def without_value(self, path: str) -> Self:
-        """A copy in which the key, or the section, at this dotted path has no value. Reading it raises UnknownValue."""
+        """A copy in which the key, or the section, at this dotted path has no value. Reading it
+        raises UnknownValue."""
         first, _, rest = path.partition(".")
         if rest:
             return self.model_copy(update={first: getattr(self, first).without_value(rest)})
@@ -50,8 +62,8 @@ class Section(BaseModel):
         vars(copied).pop(first, None)
         return copied
 
-    # Python calls this only if the attribute does not exist. It is hidden from mypy, which would otherwise accept every
-    # name.
+    # Python calls this only if the attribute does not exist. It is hidden from mypy, which would
+    # otherwise accept every name.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -63,8 +75,8 @@ class Section(BaseModel):
 def lines_of(*checks: Iterable[str]) -> list[str]:
     """The lines of all checks, in their order: one for each problem. Each check is a generator.
 
-    A check that reads an unknown value ends there, and the other checks continue. The lines of a RolepoolError that a
-    check raises are problems like all others.
+    A check that reads an unknown value ends there, and the other checks continue. The lines of a
+    RolepoolError that a check raises are problems like all others.
     """
     lines: list[str] = []
     for check in checks:
@@ -75,7 +87,8 @@ def lines_of(*checks: Iterable[str]) -> list[str]:
 
 
 def follows(key: str) -> Any:
-    """A default that is the value of another key. The loader resolves it like a `${...}` of the user."""
+    """A default that is the value of another key. The loader resolves it like a `${...}` of the
+    user."""
     return Field(default=f"${{{key}}}")
 
 
@@ -83,7 +96,8 @@ Item = TypeVar("Item")
 
 
 def read_table(file: Path, form: type[Item]) -> Item:
-    """A table of this package that is stored as YAML. The C loader, if PyYAML has it, is 15 times as fast."""
+    """A table of this package that is stored as YAML. The C loader, if PyYAML has it, is 15 times
+    as fast."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return TypeAdapter(form).validate_python(yaml.load(file.read_text(encoding="utf-8"), loader))
 

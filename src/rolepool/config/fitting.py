@@ -1,6 +1,7 @@
 """Defaults that fit the machine, the model and the batch size.
 
-Owns counting this machine's GPUs and CPU cores. Only keys that the user did not set get such a default.
+Owns counting this machine's GPUs and CPU cores. Only keys that the user did not set get such a
+default.
 """
 
 import os
@@ -32,7 +33,9 @@ def gpu_memories() -> list[int]:
 
     try:
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
         return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles]
     except pynvml.NVMLError:
         return []
@@ -41,7 +44,11 @@ def gpu_memories() -> list[int]:
 def num_gpus() -> int:
     """Number of GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
     count, visible = len(gpu_memories()), os.environ.get("CUDA_VISIBLE_DEVICES")
-    return count if visible is None else min(count, sum(name.strip() not in HIDDEN for name in visible.split(",")))
+    return (
+        count
+        if visible is None
+        else min(count, sum(name.strip() not in HIDDEN for name in visible.split(",")))
+    )
 
 
 def num_cores() -> int:
@@ -50,23 +57,34 @@ def num_cores() -> int:
 
 
 def num_slots(device: str) -> int:
-    """The default of trainer.n_gpus_per_node. On CPUs it is a power of two, because most batch sizes are divisible by
-    one."""
+    """The default of trainer.n_gpus_per_node. On CPUs it is a power of two, because most batch
+    sizes are divisible by one."""
     gpus = 0 if device == "cpu" else num_gpus()
     return gpus or 2 ** (min(num_cores(), MAX_CPU_SLOTS).bit_length() - 1)
 
 
 def fitted_defaults(config: Config, set_keys: Container[str]) -> dict[str, int]:
-    """Other defaults for the keys that are not in `set_keys` and whose defaults do not fit the other keys."""
+    """Other defaults for the keys that are not in `set_keys` and whose defaults do not fit the
+    other keys."""
     fitted = {**_fitted_lengths(config, set_keys), **_fitted_mini_batch(config)}
-    return {key: value for key, value in fitted.items() if key not in set_keys and value != config.at(key)}
+    return {
+        key: value
+        for key, value in fitted.items()
+        if key not in set_keys and value != config.at(key)
+    }
 
 
 def _fitted_lengths(config: Config, set_keys: Container[str]) -> dict[str, int]:
-    """The policy must have positions for both lengths. If neither is set, the prompt gets at most half of the
-    positions."""
-    model, prompt, response = config.actor_rollout_ref.model, config.at(PROMPT_KEY), config.at(RESPONSE_KEY)
-    with suppress(ValueError, TypeError, AttributeError):  # not on disk, or it does not say how many positions it has
+    """The policy must have positions for both lengths. If neither is set, the prompt gets at most
+    half of the positions."""
+    model, prompt, response = (
+        config.actor_rollout_ref.model,
+        config.at(PROMPT_KEY),
+        config.at(RESPONSE_KEY),
+    )
+    with suppress(
+        ValueError, TypeError, AttributeError
+    ):  # not on disk, or it does not say how many positions it has
         positions = num_positions(read_model_file(model.path, model.override_config))
         room = positions - response if RESPONSE_KEY in set_keys else positions // 2
         if PROMPT_KEY not in set_keys and room > 0:

@@ -1,9 +1,10 @@
-"""Functions and classes that a key names: which names there are, and importing those that users write.
+"""Functions and classes that a key names: which names there are, and importing those that users
+write.
 
 A key holds a known name, or `module:name`. A user adds an advantage estimator or a policy loss with
-`register_adv_est("name")` or `register_policy_loss("name")`. These functions are called with keyword arguments and must
-accept more than they use (`**kwargs`). This module does not import rolepool's own functions, because they need torch;
-`rolepool.algorithm` registers them.
+`register_adv_est("name")` or `register_policy_loss("name")`. These functions are called with
+keyword arguments and must accept more than they use (`**kwargs`). This module does not import
+rolepool's own functions, because they need torch; `rolepool.algorithm` registers them.
 """
 
 import inspect
@@ -21,7 +22,8 @@ from pydantic import AfterValidator, ValidationInfo
 from rolepool.errors import ConfigError, one_line
 
 Needs = tuple[str, ...]
-"""Arguments that a function must get. `values` need a critic, `reward_baselines` need greedy responses."""
+"""Arguments that a function must get. `values` need a critic, `reward_baselines` need greedy
+responses."""
 
 Known = dict[str, Needs]
 """What the functions that a key can name need, by their names."""
@@ -29,9 +31,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _COMPARING = ("grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg")
 """Estimators that compare the responses to one prompt."""
-ADV_ESTIMATORS: Known = {"gae": ("values",), **dict.fromkeys(_COMPARING, ("index",)), "remax": ("reward_baselines",)}
+ADV_ESTIMATORS: Known = {
+    "gae": ("values",),
+    **dict.fromkeys(_COMPARING, ("index",)),
+    "remax": ("reward_baselines",),
+}
 ADV_ESTIMATORS |= {"reinforce_plus_plus": (), "reinforce_plus_plus_baseline": ("index",)}
-POLICY_LOSSES: Known = dict.fromkeys(("vanilla", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"), ())
+POLICY_LOSSES: Known = dict.fromkeys(
+    ("vanilla", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"), ()
+)
 ENGINES = {
     "native": "rolepool.rollout.native:native_engine",
     "transformers": "rolepool.rollout.transformers_engine:transformers_engine",
@@ -41,7 +49,12 @@ ENGINES = {
 OTHER_ENGINES = ("sglang", "trtllm")
 """Engines that scripts of other trainers name and that rolepool cannot run yet."""
 
-EXTENDABLE = ("roles.", "placement.roles.", "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
+EXTENDABLE = (
+    "roles.",
+    "placement.roles.",
+    "algorithm.adv_estimator",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+)
 """How keys begin that an extension can add, or whose values it can add."""
 EXTENDABLE_NAMES = {EXTENDABLE[2]: ADV_ESTIMATORS, EXTENDABLE[3]: POLICY_LOSSES}
 """The names that are known for those of them that name a function."""
@@ -61,7 +74,8 @@ OWN_WORD = "if you trust it, name it yourself, such as with `rolepool predict RU
 
 
 def check_name(known: Collection[str], name: str, kind: str = "function") -> str:
-    """The name, if it is known or has the form `module:name`. `kind` says what the user's own may be."""
+    """The name, if it is known or has the form `module:name`. `kind` says what the user's own may
+    be."""
     if name not in known and not _REFERENCE.fullmatch(name):
         choices = f"one of {', '.join(known)}, or " if known else ""
         raise ValueError(f"must be {choices}a {kind} of your own as module:{kind}")
@@ -89,11 +103,14 @@ StepName = Annotated[str, _one_of(())]
 
 @contextmanager
 def only_reading(*words: str) -> Iterator[None]:
-    """Import nothing within the block, because a run folder can come from anywhere, and so can the names in it.
+    """Import nothing within the block, because a run folder can come from anywhere, and so can the
+    names in it.
 
     What the user names with `words` (`key=value`) is imported all the same.
     """
-    values = [value for word in words for value in re.split(r"[\s,\[\]'\"]+", word.partition("=")[2])]
+    values = [
+        value for word in words for value in re.split(r"[\s,\[\]'\"]+", word.partition("=")[2])
+    ]
     token = _TRUSTED.set(frozenset(values))
     try:
         yield
@@ -108,7 +125,8 @@ def may_import(name: str) -> bool:
 
 
 def import_object(key: str, reference: str) -> Any:
-    """What `module:name` refers to, for a key of the config. The module may be in the current folder."""
+    """What `module:name` refers to, for a key of the config. The module may be in the current
+    folder."""
     module, _, name = reference.partition(":")
     fix = "write module:name; the module must be installed or in the current folder"
     return _import(f"{key}={reference}", fix, module, name)
@@ -122,30 +140,39 @@ class Registry:
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str, needs: Sequence[str] = ()) -> Callable[[Function], Function]:
-        """A decorator that gives a function a name. `needs` names the arguments that must not be None."""
+        """A decorator that gives a function a name. `needs` names the arguments that must not be
+        None."""
 
         def add(function: Function) -> Function:
             if self._functions.setdefault(name, function) is not function:
-                raise ConfigError(f"{self._key}: {name} is registered twice; give one function another name")
+                raise ConfigError(
+                    f"{self._key}: {name} is registered twice; give one function another name"
+                )
             self._known.setdefault(name, tuple(needs))
             return function
 
         return add
 
     def find(self, name: str) -> Callable[..., Any]:
-        """The function of this name. `module:function` is imported, also from the current folder."""
+        """The function of this name. `module:function` is imported, also from the current
+        folder."""
         if ":" not in name:
             return self._functions[check_name(self._known, name)]
         function: Callable[..., Any] = import_object(self._key, name)
         kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
         if inspect.Parameter.VAR_KEYWORD not in kinds:
-            raise ConfigError(f"{self._key}={name}: must accept further keyword arguments; add **kwargs to it")
+            raise ConfigError(
+                f"{self._key}={name}: must accept further keyword arguments; add **kwargs to it"
+            )
         return function
 
     def needs_of(self, name: str) -> Needs:
         """What the function of this name was registered to need."""
         function = self.find(name)
-        return next((self._known[known] for known, other in self._functions.items() if other is function), ())
+        return next(
+            (self._known[known] for known, other in self._functions.items() if other is function),
+            (),
+        )
 
 
 adv_estimators = Registry("algorithm.adv_estimator", ADV_ESTIMATORS)
@@ -155,8 +182,8 @@ register_policy_loss = policy_losses.register
 
 
 def import_environment(path: str | None, name: str | None) -> Any:
-    """The environment that the keys name: a class with the method `reset`, or an async function. None if they name
-    none."""
+    """The environment that the keys name: a class with the method `reset`, or an async function.
+    None if they name none."""
     if name is None:
         return None
     if path is None:
@@ -164,10 +191,14 @@ def import_environment(path: str | None, name: str | None) -> Any:
     else:
         fix = "environment.path is a Python file, and environment.name a class or function in it"
         found = getattr(_import_file(f"environment.path={path}", fix, path), name, None)
-    if not inspect.iscoroutinefunction(found) and not (inspect.isclass(found) and hasattr(found, "reset")):
+    if not inspect.iscoroutinefunction(found) and not (
+        inspect.isclass(found) and hasattr(found, "reset")
+    ):
         wanted = "an async function rollout(row, generate), or a class with the method reset"
         where = "" if path is None else f" in {path}"
-        raise ConfigError(f"environment.name={name}: there is no such environment{where}; it must name {wanted}")
+        raise ConfigError(
+            f"environment.name={name}: there is no such environment{where}; it must name {wanted}"
+        )
     return found
 
 
@@ -186,14 +217,21 @@ def _import_file(setting: str, fix: str, path: str) -> Any:
     file = Path(path).expanduser().resolve()
     module = _import(setting, fix, file.stem, folder=file.parent)
     if module.__file__ != str(file):
-        raise ConfigError(f"{setting}: {module.__file__} has the same module name; rename your file")
+        raise ConfigError(
+            f"{setting}: {module.__file__} has the same module name; rename your file"
+        )
     return module
 
 
-def _import(setting: str, fix: str, module: str, name: str | None = None, *, folder: Path | None = None) -> Any:
-    """The module, or what has this name in it. Also looks in the current folder, and in `folder`."""
+def _import(
+    setting: str, fix: str, module: str, name: str | None = None, *, folder: Path | None = None
+) -> Any:
+    """The module, or what has this name in it. Also looks in the current folder, and in
+    `folder`."""
     if not may_import(setting.partition("=")[2]):
-        raise ConfigError(f"{setting}: is not imported, because only the run folder names it; {OWN_WORD}")
+        raise ConfigError(
+            f"{setting}: is not imported, because only the run folder names it; {OWN_WORD}"
+        )
     folders = [str(one) for one in (folder, Path.cwd()) if one is not None]
     sys.path.extend(one for one in folders if one not in sys.path)
     try:

@@ -1,7 +1,8 @@
 """From YAML files and `key=value` overrides to a checked Config, or to a list of all problems.
 
-Owns merging, `${...}` references (with OmegaConf), what a key means, the messages about single keys, and the decision
-about keys of other trainers (the table is `other_keys.yaml`). Rules about combinations of keys are in `schema`.
+Owns merging, `${...}` references (with OmegaConf), what a key means, the messages about single
+keys, and the decision about keys of other trainers (the table is `other_keys.yaml`). Rules about
+combinations of keys are in `schema`.
 """
 
 import copy
@@ -42,11 +43,19 @@ KEY_PATTERN = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 MIN_SIMILARITY = 0.9
 """How similar a key must be to the one that the user wrote. 1.0 is equal."""
 NULL_IS_UNSET = ("reward_model.", "custom_reward_function.")
-"""Sections in which null in a file means that the key is not set: newer files of verl have these sections twice."""
+"""Sections in which null in a file means that the key is not set: newer files of verl have these
+sections twice."""
 READ_AS_A_WHOLE = ("placement.split", "placement.roles", "roles")
 """Sections that are not read key by key."""
 REFERENCE = re.compile(r"\$\{\s*([\w.-]+)\s*\}")
-UNPARSABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError)
+UNPARSABLE = (
+    yaml.YAMLError,
+    OmegaConfBaseException,
+    ValueError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 
 
 FALLBACK = "set actor_rollout_ref.rollout.fallback=native to generate with rolepool's own engine"
@@ -56,8 +65,8 @@ FALLBACK = "set actor_rollout_ref.rollout.fallback=native to generate with rolep
 class PlainValues:
     """Keys and values that are taken as they are, such as those of a run folder.
 
-    `${...}` in them is text, the extensions that they name are not imported, and names that only such an extension has
-    are kept.
+    `${...}` in them is text, the extensions that they name are not imported, and names that only
+    such an extension has are kept.
     """
 
     values: Mapping[str, Any]
@@ -79,7 +88,8 @@ class LoadedConfig:
     warnings: Sequence[str] = ()
     """A line for each accepted setting that asks for something that training does not do."""
     unknown_names: Sequence[str] = ()
-    """Keys and names in plain values that only an extension has, and that extension was not imported."""
+    """Keys and names in plain values that only an extension has, and that extension was not
+    imported."""
 
     def value_of(self, path: str) -> Any:
         """The value of a key as plain data."""
@@ -95,15 +105,23 @@ class LoadedConfig:
         return lines_of(*(rule(self.config) for rule in NOT_TRAINED))
 
     def notes(self) -> list[str]:
-        """A line that lists the settings that were accepted and change nothing, if there are any."""
+        """A line that lists the settings that were accepted and change nothing, if there are
+        any."""
         names = first_few([setting.partition("=")[0] for setting in self.without_effect], 3)
-        return [f"no effect here: {names}; `rolepool config` with the same arguments says why"] if names else []
+        return (
+            [f"no effect here: {names}; `rolepool config` with the same arguments says why"]
+            if names
+            else []
+        )
 
     def explain(self, path: str) -> str:
-        """Meaning, type, default and current value of a key; for a section, one entry for each of its keys."""
+        """Meaning, type, default and current value of a key; for a section, one entry for each of
+        its keys."""
         below = [key for key in all_keys().values() if key.path.startswith(f"{path}.")]
         if below:
-            return "\n".join(f"{key.path} = {show(self.value_of(key.path))}\n  {key.doc}" for key in below)
+            return "\n".join(
+                f"{key.path} = {show(self.value_of(key.path))}\n  {key.doc}" for key in below
+            )
         if path not in all_keys():
             raise ConfigError(f"{show(path)}: {unknown_key(path)}")
         key = all_keys()[path]
@@ -115,7 +133,8 @@ class LoadedConfig:
 class Draft:
     """A config as it was read, and the problems that were found so far.
 
-    Keys with a wrong value have no value here: reading one raises UnknownValue, which ends the check that needs it.
+    Keys with a wrong value have no value here: reading one raises UnknownValue, which ends the
+    check that needs it.
     """
 
     loaded: LoadedConfig
@@ -133,20 +152,24 @@ class Draft:
 
 
 def load_config(files: Iterable[ConfigSource] = (), overrides: Iterable[str] = ()) -> LoadedConfig:
-    """Merge defaults, files from left to right and overrides, then check. Raises ConfigError with all problems.
+    """Merge defaults, files from left to right and overrides, then check. Raises ConfigError with
+    all problems.
 
-    A file may also be the name of a recipe, or a mapping with keys and values. A name in a mapping may be a dotted key.
-    PlainValues are a mapping whose values are taken as they are.
+    A file may also be the name of a recipe, or a mapping with keys and values. A name in a mapping
+    may be a dotted key. PlainValues are a mapping whose values are taken as they are.
     """
     return read_config(files, overrides).checked()
 
 
 def read_config(files: Iterable[ConfigSource] = (), overrides: Iterable[str] = ()) -> Draft:
-    """The same, but it raises nothing, so that the caller can report problems of other kinds together with these."""
+    """The same, but it raises nothing, so that the caller can report problems of other kinds
+    together with these."""
     overrides = list(overrides)
     extensions = _own_extensions(overrides)
     reading = _Reading(sources_import=not extensions)
-    for text in extensions:  # first of all, because other overrides may set keys that an extension adds
+    for (
+        text
+    ) in extensions:  # first of all, because other overrides may set keys that an extension adds
         with collected([]):  # a text that is no override is reported below
             reading.import_extensions(_parse_override(text))
     for file in files:
@@ -162,7 +185,8 @@ def read_config(files: Iterable[ConfigSource] = (), overrides: Iterable[str] = (
 
 
 def import_own_extensions(overrides: Iterable[str]) -> None:
-    """Import the extensions that the user names in these overrides, before a run is read that needs them."""
+    """Import the extensions that the user names in these overrides, before a run is read that needs
+    them."""
     for text in _own_extensions(overrides):
         import_extensions(dict(_flatten(_parse_override(text)))["trainer.extensions"])
 
@@ -173,7 +197,8 @@ def _own_extensions(overrides: Iterable[str]) -> list[str]:
 
 
 class _Reading:
-    """What files and overrides say, and which problems they have. A later one wins over an earlier one."""
+    """What files and overrides say, and which problems they have. A later one wins over an earlier
+    one."""
 
     def __init__(self, sources_import: bool) -> None:
         self._sources_import = sources_import
@@ -187,7 +212,8 @@ class _Reading:
         """The keys that are offered in place of names that do not exist."""
         self._has_unread_file = self._lacks_extension = False
         self._keeps_names = False
-        """Whether names that are not known are kept, because an extension that was not imported may have them."""
+        """Whether names that are not known are kept, because an extension that was not imported may
+        have them."""
         self._unknown_names: list[str] = []
         """Those names, with their keys."""
 
@@ -209,7 +235,8 @@ class _Reading:
         self._add(tree, null_is_unset=True)
 
     def add_plain_values(self, values: Mapping[str, Any]) -> None:
-        """Add values as they are. If they name an extension that was not imported, names are kept that it may have."""
+        """Add values as they are. If they name an extension that was not imported, names are kept
+        that it may have."""
         names = dict(_flatten(dict(values))).get("trainer.extensions") or ()
         names = [names] if isinstance(names, str) else names
         if isinstance(names, list | tuple) and any(name not in EXTENSIONS for name in names):
@@ -226,7 +253,8 @@ class _Reading:
             self._unknown.add(renamed(text.partition("=")[0].strip().lstrip("+~")))
 
     def import_extensions(self, tree: dict[str, Any]) -> None:
-        """Import the modules that `trainer.extensions` names, if it is well-formed. They may add keys and names."""
+        """Import the modules that `trainer.extensions` names, if it is well-formed. They may add
+        keys and names."""
         names = dict(_flatten(tree)).get("trainer.extensions", ())
         names = [names] if isinstance(names, str) else names
         if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
@@ -242,7 +270,9 @@ class _Reading:
         for path in [path for path, value in self._leaves.items() if value == "???"]:
             del self._leaves[path]
             self._unknown.add(path)
-            self._problems.append(f"{path}=???: has no value yet; set one, or remove the key to use its default")
+            self._problems.append(
+                f"{path}=???: has no value yet; set one, or remove the key to use its default"
+            )
         resolved, broken = _resolve(self._leaves, self._others, self._problems)
         without_effect, warnings = _judge(self._others, resolved, self._problems)
         config, wrong = _validate(resolved, broken, self._leaves, keeps_names=self._keeps_names)
@@ -301,7 +331,8 @@ def show(value: Any) -> str:
 
 
 def unknown_key(path: str) -> str:
-    """Why this name cannot be set, and the keys of the section, or the key that the user most likely means."""
+    """Why this name cannot be set, and the keys of the section, or the key that the user most
+    likely means."""
     if path in all_sections():
         examples = ", ".join([key for key in all_keys() if key.startswith(f"{path}.")][:2])
         return f"is a section; set one of its keys, such as {examples}"
@@ -326,18 +357,27 @@ def _meant_by(path: str) -> list[Hint]:
     in_other_sections = [key for key in keys if "_" in leaf and key.endswith(f".{leaf}")]
     only_one = in_other_sections if len(in_other_sections) == 1 else []
     likely = without_first_sections or similar
-    return [Hint(key, "") for key in likely] or _meant_by_end_of(path) or [Hint(key, "") for key in only_one]
+    return (
+        [Hint(key, "") for key in likely]
+        or _meant_by_end_of(path)
+        or [Hint(key, "") for key in only_one]
+    )
 
 
 def _meant_by_end_of(path: str) -> list[Hint]:
-    """The key for the end of a dotted name that begins with a section: `trainer.max_steps` is `max_steps`. A key of the
-    same section is preferred: `critic.learning_rate` is `critic.optim.lr`, and not that of the actor."""
+    """The key for the end of a dotted name that begins with a section: `trainer.max_steps` is
+    `max_steps`. A key of the same section is preferred: `critic.learning_rate` is
+    `critic.optim.lr`, and not that of the actor."""
     words = path.split(".")
     for first in range(1, len(words)):
         hint, section = hint_for_key(".".join(words[first:])), ".".join(words[:first])
         if hint is not None and section in all_sections():
             leaf = hint.key.rpartition(".")[2]
-            in_section = [key for key in all_keys() if key.startswith(f"{section}.") and key.endswith(f".{leaf}")]
+            in_section = [
+                key
+                for key in all_keys()
+                if key.startswith(f"{section}.") and key.endswith(f".{leaf}")
+            ]
             is_of_section = not in_section or hint.key in in_section
             return [hint] if is_of_section else [Hint(key, "") for key in in_section]
     return []
@@ -349,8 +389,11 @@ _REFERENCE_START = re.compile(r"(\\*)\$\{")
 
 
 def escaped(value: Any) -> Any:
-    """The value, with texts such as `${x}` written so that they stay text when they are read as a config."""
-    return _mapped(value, lambda text: _REFERENCE_START.sub(lambda found: f"{found[1]}{found[1]}\\${{", text))
+    """The value, with texts such as `${x}` written so that they stay text when they are read as a
+    config."""
+    return _mapped(
+        value, lambda text: _REFERENCE_START.sub(lambda found: f"{found[1]}{found[1]}\\${{", text)
+    )
 
 
 def _with_missing_escaped(text: str) -> str:
@@ -368,14 +411,16 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes YAML that OmegaConf reads as the same values. It takes more words for numbers than PyYAML does."""
+    """Writes YAML that OmegaConf reads as the same values. It takes more words for numbers than
+    PyYAML does."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Texts that look like numbers are quoted, and those with line breaks are escaped: YAML would fold some of them."""
+    """Texts that look like numbers are quoted, and those with line breaks are escaped: YAML would
+    fold some of them."""
     style = None if text.isprintable() else '"'
     with suppress(ValueError):
         float(text.replace("_", ""))
@@ -397,15 +442,22 @@ def _read_file(file: str) -> dict[str, Any]:
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
             where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-            raise ConfigError(f"config file {show(file)}{where}: not valid YAML ({error.problem}); fix it") from None
+            raise ConfigError(
+                f"config file {show(file)}{where}: not valid YAML ({error.problem}); fix it"
+            ) from None
     if not isinstance(content, dict):
         raise ConfigError(f"config file {show(file)}: must contain keys and values, not a list")
     return {str(name): value for name, value in content.items()}
 
 
 def _read_value(name: object, value: Any) -> Any:
-    """A value that a Python program set, as plain data: paths become texts, and tuples become lists."""
-    with explained(f"{name}={show(value)}: cannot be stored", "use texts, numbers, lists and dicts", *UNPARSABLE):
+    """A value that a Python program set, as plain data: paths become texts, and tuples become
+    lists."""
+    with explained(
+        f"{name}={show(value)}: cannot be stored",
+        "use texts, numbers, lists and dicts",
+        *UNPARSABLE,
+    ):
         return json.loads(json.dumps(value, default=os.fspath))
 
 
@@ -414,19 +466,37 @@ def _parse_override(text: str) -> dict[str, Any]:
     path, equals, value = text.partition("=")
     path = path.strip()
     if path.startswith("~"):
-        raise ConfigError(f"{show(text)}: keys cannot be deleted; do not set {show(path[1:])} to use its default")
+        raise ConfigError(
+            f"{show(text)}: keys cannot be deleted; do not set {show(path[1:])} to use its default"
+        )
     path = renamed(path.removeprefix("+").removeprefix("+"))
     if not equals or not KEY_PATTERN.fullmatch(path):
-        raise ConfigError(f"{show(text)}: not an override; write key=value, such as trainer.nnodes=2")
+        raise ConfigError(
+            f"{show(text)}: not an override; write key=value, such as trainer.nnodes=2"
+        )
     stripped, key = value.strip(), all_keys().get(path)
-    with explained(f"{path}={show(value)}: not valid YAML or ${{...}}", "put text in quotes", *UNPARSABLE):
-        if key is not None and key.is_text and stripped[:1] not in ("'", '"') and stripped not in ("null", "~"):
+    with explained(
+        f"{path}={show(value)}: not valid YAML or ${{...}}", "put text in quotes", *UNPARSABLE
+    ):
+        if (
+            key is not None
+            and key.is_text
+            and stripped[:1] not in ("'", '"')
+            and stripped not in ("null", "~")
+        ):
             tree = OmegaConf.create()  # an unquoted word stays text for a text key
             OmegaConf.update(tree, path, stripped)
         else:
-            if stripped[:1] in ("{", "["):  # `{a:1}` needs no space after the colon; in a list, `my.py:f` is text
+            if stripped[:1] in (
+                "{",
+                "[",
+            ):  # `{a:1}` needs no space after the colon; in a list, `my.py:f` is text
                 mapping = r"\{[^{}]*\}" if stripped[:1] == "[" else r"(?s).+"
-                value = re.sub(mapping, lambda found: re.sub(r"([{,]\s*[\w.-]+):(?=\S)", r"\1: ", found[0]), value)
+                value = re.sub(
+                    mapping,
+                    lambda found: re.sub(r"([{,]\s*[\w.-]+):(?=\S)", r"\1: ", found[0]),
+                    value,
+                )
             tree = OmegaConf.from_dotlist([f"{path}={value}"])
         return dict(_plain(OmegaConf.to_container(tree, resolve=False)))
 
@@ -443,7 +513,9 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         path = renamed(f"{prefix}{name}")
         if value is None and path != f"{prefix}{name}":
             continue  # another name that is not used
-        if isinstance(value, dict) and (path in all_sections() or (value and path not in all_keys())):
+        if isinstance(value, dict) and (
+            path in all_sections() or (value and path not in all_keys())
+        ):
             yield from _flatten(value, f"{path}.")
         else:
             yield path, value
@@ -460,7 +532,10 @@ def _merged(old: Any, new: Any, path: str = "") -> Any:
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
     if path == "placement.pools":  # a pool may also be written as a list
-        old = {name: {"per_node": pool} if isinstance(pool, list) else pool for name, pool in old.items()}
+        old = {
+            name: {"per_node": pool} if isinstance(pool, list) else pool
+            for name, pool in old.items()
+        }
     return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
 
 
@@ -477,7 +552,10 @@ def _about_engine(config: Config) -> Iterator[str]:
     if rollout.engine in OTHER_ENGINES:
         yield f"actor_rollout_ref.rollout.name={rollout.name}: not implemented yet; {FALLBACK}"
     if rollout.engine == "transformers" and (size := rollout.tensor_model_parallel_size) > 1:
-        key, fix = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}", "use 1, or rollout.name=native"
+        key, fix = (
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}",
+            "use 1, or rollout.name=native",
+        )
         yield f"{key}: the transformers engine has all weights in one process; {fix}"
     if rollout.engine == "vllm" and not Path(rollout.vllm_python).expanduser().is_file():
         where = f"there is no actor_rollout_ref.rollout.vllm_python={rollout.vllm_python}"
@@ -518,11 +596,13 @@ def _set_all(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
     return tree
 
 
-def _resolve(leaves: dict[str, Any], others: dict[str, Any], problems: list[str]) -> tuple[DictConfig, set[str]]:
+def _resolve(
+    leaves: dict[str, Any], others: dict[str, Any], problems: list[str]
+) -> tuple[DictConfig, set[str]]:
     """The defaults, replaced by the user's values; and the keys whose `${...}` cannot be resolved.
 
-    A reference may also name a key that rolepool does not have, if the user set it. Values of `others` are resolved in
-    place.
+    A reference may also name a key that rolepool does not have, if the user set it. Values of
+    `others` are resolved in place.
     """
     tree, broken = _set_all(copy.deepcopy(_defaults(tuple(all_keys()))), leaves), set[str]()
     whole = _set_all(copy.deepcopy(tree), others)
@@ -537,7 +617,9 @@ def _resolve(leaves: dict[str, Any], others: dict[str, Any], problems: list[str]
             try:
                 OmegaConf.update(tree, path, _resolved(whole, path), merge=False)
             except UNPARSABLE:
-                problems.append(f"{path}={show(value)}: the reference cannot be resolved ({one_line(error)})")
+                problems.append(
+                    f"{path}={show(value)}: the reference cannot be resolved ({one_line(error)})"
+                )
                 broken.add(path)
     return tree, broken
 
@@ -547,8 +629,11 @@ def _resolved(tree: DictConfig, path: str) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _judge(others: dict[str, Any], tree: DictConfig, problems: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Check the keys that rolepool does not have. Returns why each accepted one has no effect, and warnings.
+def _judge(
+    others: dict[str, Any], tree: DictConfig, problems: list[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Check the keys that rolepool does not have. Returns why each accepted one has no effect, and
+    warnings.
 
     `tree` has the values of rolepool's own keys.
     """
@@ -556,7 +641,9 @@ def _judge(others: dict[str, Any], tree: DictConfig, problems: list[str]) -> tup
     for path, value in others.items():
         other, setting = find_other(path), f"{path}={show(value)}"
         assert other is not None
-        is_off = other.is_off(value) or (other.same_as is not None and value == OmegaConf.select(tree, other.same_as))
+        is_off = other.is_off(value) or (
+            other.same_as is not None and value == OmegaConf.select(tree, other.same_as)
+        )
         if other.works == "if_off" and not is_off:
             problems.append(f"{setting}: not supported: {other.reason}")
             continue
@@ -570,7 +657,8 @@ def _unused(config: Config, leaves: Mapping[str, Any]) -> dict[str, str]:
     """Why settings of rolepool's own keys have no effect in this config."""
     unused: dict[str, str] = {}
     for key, value in leaves.items():
-        # A size of micro-batches in sequences, and the key of its section that limits them by tokens instead.
+        # A size of micro-batches in sequences, and the key of its section that limits them by
+        # tokens instead.
         switch = re.sub(r"(ppo_|forward_)?micro_batch_size_per_gpu$", "use_dynamic_bsz", key)
         if switch != key and switch in all_keys() and value is not None and config.at(switch):
             unused[f"{key}={show(value)}"] = f"{switch}=true limits micro-batches by tokens"
@@ -578,31 +666,40 @@ def _unused(config: Config, leaves: Mapping[str, Any]) -> dict[str, str]:
     if rollout.engine_kwargs.vllm and rollout.engine != "vllm":
         unused["actor_rollout_ref.rollout.engine_kwargs.vllm"] = f"the engine is {rollout.engine}"
     if not config.uses_critic:
-        critics = {key: value for key, value in leaves.items() if key.startswith("critic.") and key != "critic.enable"}
+        critics = {
+            key: value
+            for key, value in leaves.items()
+            if key.startswith("critic.") and key != "critic.enable"
+        }
         unused |= {f"{key}={show(value)}": "there is no critic" for key, value in critics.items()}
     trainer = config.trainer
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
         reason = f"trainer.resume_mode={trainer.resume_mode} does not use it"
         unused[f"trainer.resume_from_path={trainer.resume_from_path}"] = reason
     if rollout.engine != rollout.name:
-        unused[f"actor_rollout_ref.rollout.name={rollout.name}"] = f"fallback={rollout.engine} generates"
+        unused[f"actor_rollout_ref.rollout.name={rollout.name}"] = (
+            f"fallback={rollout.engine} generates"
+        )
     return unused
 
 
 def _validate(
     tree: DictConfig, broken: set[str], leaves: dict[str, Any], *, keeps_names: bool
 ) -> tuple[Config, list[tuple[str, str]]]:
-    """Check every key; with `keeps_names`, functions may have any names. Returns the config, and the wrong keys that
-    the user set with a line for each problem.
+    """Check every key; with `keeps_names`, functions may have any names. Returns the config, and
+    the wrong keys that the user set with a line for each problem.
 
-    Wrong keys are added to `broken` and get their defaults, so that the rest can be checked too. A key that follows a
-    wrong key is wrong too, but the user did not write it: only the written key is reported.
+    Wrong keys are added to `broken` and get their defaults, so that the rest can be checked too. A
+    key that follows a wrong key is wrong too, but the user did not write it: only the written key
+    is reported.
     """
     _set_all(tree, {path: all_keys()[path].default for path in broken})
     if tree.trainer.n_gpus_per_node is None:
         tree.trainer.n_gpus_per_node = num_slots(tree.trainer.device)
     try:
-        return Config.model_validate(OmegaConf.to_container(tree, resolve=True), context={ANY_NAME: keeps_names}), []
+        return Config.model_validate(
+            OmegaConf.to_container(tree, resolve=True), context={ANY_NAME: keeps_names}
+        ), []
     except ValidationError as error:
         items = error.errors(include_url=False)
     lines: list[tuple[str, str]] = []
@@ -637,7 +734,8 @@ def _with_followers(unknown: Set[str], tree: DictConfig, unset: Set[str]) -> Set
 
 
 def _without(config: Config, unknown: Set[str]) -> Config:
-    """The config without the values of these keys. Some sections are only read as a whole, and are removed as such."""
+    """The config without the values of these keys. Some sections are only read as a whole, and are
+    removed as such."""
     names = set[str]()
     for path in unknown:
         wholes = [section for section in READ_AS_A_WHOLE if path.startswith(f"{section}.")]
@@ -659,7 +757,8 @@ def _sentence(leaf: str, item: Any) -> str:
     return f"{show(path)}{value}: {allowed}"
 
 
-# Keys of verl that rolepool does not have: other names of its own keys, keys without effect, keys that it refuses
+# Keys of verl that rolepool does not have: other names of its own keys, keys without effect, keys
+# that it refuses
 
 
 class OtherKey(Section):
@@ -668,7 +767,8 @@ class OtherKey(Section):
     keys: Items[str]
     """Their names, as patterns. A section stands for all keys below it."""
     works: Literal["any", "warned", "if_off"]
-    """Which values are accepted: any value; any value, and the user is warned unless it is off; or off alone."""
+    """Which values are accepted: any value; any value, and the user is warned unless it is off; or
+    off alone."""
     reason: str
     """Why they have no effect, or why they are refused and what to write instead."""
     same: Items[Any] = ()
@@ -685,7 +785,8 @@ class OtherKeys(Section):
     """The table."""
 
     renamed: dict[str, str]
-    """Other names of keys and sections, as patterns. A new name may be renamed again by a later pattern."""
+    """Other names of keys and sections, as patterns. A new name may be renamed again by a later
+    pattern."""
     same_values: dict[str, dict[Any, Any]]
     """Other ways to write a value, by key. false is 0."""
     other_keys: Items[OtherKey]

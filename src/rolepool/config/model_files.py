@@ -1,8 +1,10 @@
-"""What a model's config.json says before a process starts, without torch: its shape, and whether it can be run.
+"""What a model's config.json says before a process starts, without torch: its shape, and whether it
+can be run.
 
-Owns finding the file (in a folder, or in the local Hugging Face cache; nothing is ever downloaded), reading single
-entries of it, counting parameters, which models each rollout engine can run, and the messages for a folder that is
-missing or incomplete. The engines themselves are in `rolepool.rollout`.
+Owns finding the file (in a folder, or in the local Hugging Face cache; nothing is ever downloaded),
+reading single entries of it, counting parameters, which models each rollout engine can run, and the
+messages for a folder that is missing or incomplete. The engines themselves are in
+`rolepool.rollout`.
 """
 
 import difflib
@@ -20,11 +22,30 @@ from rolepool.errors import RolepoolError, first_few, one_line
 from rolepool.reading import read_small
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-PACKABLE_TYPES = frozenset(MODEL_TYPES) | {"cohere", "deepseek_v3", "gemma", "gemma3_text", "glm4", "gpt2", "gpt_neox"}
-PACKABLE_TYPES |= {"granite", "mixtral", "olmo2", "olmo3", "phi3", "qwen2_moe", "qwen3_moe", "smollm3"}
-"""Models that compute packed rows as they compute padded ones. Others would mix sequences, or ignore softcapping."""
+PACKABLE_TYPES = frozenset(MODEL_TYPES) | {
+    "cohere",
+    "deepseek_v3",
+    "gemma",
+    "gemma3_text",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+}
+PACKABLE_TYPES |= {
+    "granite",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "smollm3",
+}
+"""Models that compute packed rows as they compute padded ones. Others would mix sequences, or
+ignore softcapping."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings in which a position's angles do not depend on the longest sequence of the batch."""
+"""Rotary embeddings in which a position's angles do not depend on the longest sequence of the
+batch."""
 
 
 NUM_EXPERTS = AliasChoices("num_experts", "num_local_experts", "n_routed_experts")
@@ -35,7 +56,8 @@ class ShapeUnknown(RolepoolError, ValueError):
 
 
 def model_folder(path: str | None) -> Path | None:
-    """The folder of a model: `path` itself, or the newest copy of a hub id in the local cache; None without a copy."""
+    """The folder of a model: `path` itself, or the newest copy of a hub id in the local cache; None
+    without a copy."""
     if path is None:
         return None
     folder = Path(path).expanduser()
@@ -48,7 +70,8 @@ def model_folder(path: str | None) -> Path | None:
 
 
 def read_model_file(path: str | None, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The content of a model's config.json, with entries replaced. `path` is a folder, or a hub id in the local cache.
+    """The content of a model's config.json, with entries replaced. `path` is a folder, or a hub id
+    in the local cache.
 
     Raises ShapeUnknown with the reason.
     """
@@ -85,24 +108,33 @@ def why_no_model(key: str, path: str | None) -> str | None:
             read_model_file(path)
             return None  # a hub id in the local cache
         return f"{key}={path}: there is no such folder; {_nearest_folder(folder)}"
-    except (OSError, ValueError, RuntimeError) as error:  # a home folder that does not exist, or a name that cannot be
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # a home folder that does not exist, or a name that cannot be
         return f"{key}={path}: cannot be read ({one_line(error)}); give a folder or a hub id"
 
 
 def _nearest_folder(missing: Path) -> str:
-    """The folder that the user most likely means, or what is in the deepest folder of the path that exists."""
+    """The folder that the user most likely means, or what is in the deepest folder of the path that
+    exists."""
     parent = next(folder for folder in missing.parents if folder.is_dir())
     name, *below = missing.relative_to(parent).parts
     there = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
     if close := difflib.get_close_matches(name, there, n=1, cutoff=0.5):
         found = parent.joinpath(close[0], *below)
         return f"did you mean {found if found.is_dir() else parent / close[0]}?"
-    return f"the folders in {parent} are {first_few(there, 5)}" if there else f"{parent} contains no folder"
+    return (
+        f"the folders in {parent} are {first_few(there, 5)}"
+        if there
+        else f"{parent} contains no folder"
+    )
 
 
 def num_positions(content: Mapping[str, Any]) -> int:
-    """Most tokens in a sequence of a model with this config.json: its own number, or what its rotary embeddings are
-    scaled to. Raises ValueError or TypeError if the file does not say."""
+    """Most tokens in a sequence of a model with this config.json: its own number, or what its
+    rotary embeddings are scaled to. Raises ValueError or TypeError if the file does not say."""
     written = content.get("max_position_embeddings") or content.get("n_positions")
     if type(written) is not int or not 0 < written < 2**31:
         raise ValueError(f"max_position_embeddings={written} must be an integer over 0")
@@ -115,15 +147,19 @@ Size = Annotated[int, Field(gt=0, lt=2**31)]
 
 
 class ModelShape(BaseModel, frozen=True, strict=True, populate_by_name=True):
-    """A decoder-only transformer with gated MLPs, such as Llama, Mistral, Qwen and DeepSeek-LLM. The aliases are the
-    names of the entries in config.json."""
+    """A decoder-only transformer with gated MLPs, such as Llama, Mistral, Qwen and DeepSeek-LLM.
+    The aliases are the names of the entries in config.json."""
 
     hidden_size: Size
     num_layers: Size = Field(alias="num_hidden_layers")
     num_heads: Size = Field(alias="num_attention_heads")
-    num_kv_heads: Size = Field(alias="num_key_value_heads", default_factory=lambda shape: shape["num_heads"])
+    num_kv_heads: Size = Field(
+        alias="num_key_value_heads", default_factory=lambda shape: shape["num_heads"]
+    )
     head_dim: Size = Field(default_factory=lambda shape: shape["hidden_size"] // shape["num_heads"])
-    intermediate_size: Size = Field(validation_alias=AliasChoices("moe_intermediate_size", "intermediate_size"))
+    intermediate_size: Size = Field(
+        validation_alias=AliasChoices("moe_intermediate_size", "intermediate_size")
+    )
     vocab_size: Size
     tied_embeddings: bool = Field(alias="tie_word_embeddings", default=False)
     attention_bias: bool = False
@@ -142,8 +178,11 @@ class ModelShape(BaseModel, frozen=True, strict=True, populate_by_name=True):
 
     @property
     def layer_params(self) -> int:
-        """The four projections of attention with their biases, the three of every expert, the router and two norms."""
-        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.attention_bias else 0
+        """The four projections of attention with their biases, the three of every expert, the
+        router and two norms."""
+        biases = (
+            (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.attention_bias else 0
+        )
         router = self.num_experts if self.num_experts > 1 else 0
         widths = self.attention_width + 3 * self.intermediate_size * self.num_experts + router + 2
         return self.hidden_size * widths + biases
@@ -154,9 +193,14 @@ class ModelShape(BaseModel, frozen=True, strict=True, populate_by_name=True):
 
     @property
     def num_params(self) -> int:
-        """Parameters of a language model: layers, embedding, last norm, and an output head if it is not tied."""
+        """Parameters of a language model: layers, embedding, last norm, and an output head if it is
+        not tied."""
         num_embeddings = 1 if self.tied_embeddings else 2
-        return self.num_layers * self.layer_params + num_embeddings * self.embedding_params + self.hidden_size
+        return (
+            self.num_layers * self.layer_params
+            + num_embeddings * self.embedding_params
+            + self.hidden_size
+        )
 
     @property
     def num_scalar_head_params(self) -> int:
@@ -165,7 +209,8 @@ class ModelShape(BaseModel, frozen=True, strict=True, populate_by_name=True):
 
 
 def read_shape(path: str | None, overrides: Mapping[str, Any] | None = None) -> ModelShape:
-    """The shape of the model at a path, with entries of its config.json replaced. Raises ShapeUnknown."""
+    """The shape of the model at a path, with entries of its config.json replaced. Raises
+    ShapeUnknown."""
     content = read_model_file(path, overrides)
     content.setdefault("attention_bias", content.get("model_type") == "qwen2")
     try:  # models write null or 0 for "there are none"
@@ -174,18 +219,25 @@ def read_shape(path: str | None, overrides: Mapping[str, Any] | None = None) -> 
         wrong = error.errors(include_url=False)[0]
         value = None if wrong["type"] == "missing" else wrong["input"]
         reason = f"{wrong['loc'][0]}={value} must be an integer over 0"
-        raise ShapeUnknown(f"config.json of {path} does not describe a Llama-like decoder ({reason})") from error
+        raise ShapeUnknown(
+            f"config.json of {path} does not describe a Llama-like decoder ({reason})"
+        ) from error
 
 
 def why_not_run(engine: str, content: Mapping[str, Any]) -> str | None:
-    """Why a rollout engine cannot run the model of a config.json; None if it can, or if the file does not say."""
+    """Why a rollout engine cannot run the model of a config.json; None if it can, or if the file
+    does not say."""
     if engine != "native":
         is_wrong = content.get("is_encoder_decoder")
         return f"the {engine} engine cannot run an encoder-decoder model" if is_wrong else None
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     for what, value, supported in (
         ("model_type", content.get("model_type") or MODEL_TYPES[0], MODEL_TYPES),
-        ("rotary embeddings of type", rope.get("rope_type") or rope.get("type") or "default", ROPE_TYPES),
+        (
+            "rotary embeddings of type",
+            rope.get("rope_type") or rope.get("type") or "default",
+            ROPE_TYPES,
+        ),
     ):
         if value not in supported:
             return f"the native rollout engine cannot run {what} {value}; it runs {', '.join(supported)}"
@@ -193,9 +245,12 @@ def why_not_run(engine: str, content: Mapping[str, Any]) -> str | None:
 
 
 def why_not_parallel(num_heads: int, num_kv_heads: int, inner_size: int, size: int) -> str | None:
-    """Why a model cannot be split over `size` tensor-parallel ranks, and which sizes work; None if it can."""
+    """Why a model cannot be split over `size` tensor-parallel ranks, and which sizes work; None if
+    it can."""
     most = min(num_heads, MAX_GPUS_PER_NODE)  # the ranks are processes of one node
-    sizes = [ranks for ranks in range(1, most + 1) if num_heads % ranks == 0 and inner_size % ranks == 0]
+    sizes = [
+        ranks for ranks in range(1, most + 1) if num_heads % ranks == 0 and inner_size % ranks == 0
+    ]
     fits = [ranks for ranks in sizes if num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0]
     if size in fits:
         return None

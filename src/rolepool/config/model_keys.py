@@ -19,10 +19,27 @@ from rolepool.config.base import (
 from rolepool.config.functions import OTHER_ENGINES, EngineName, FormatName, PolicyLossName
 
 LossAggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
 ]
 KlEstimator = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+    "kl",
+    "k1",
+    "abs",
+    "mse",
+    "k2",
+    "low_var_kl",
+    "k3",
+    "kl+",
+    "k1+",
+    "abs+",
+    "mse+",
+    "k2+",
+    "low_var_kl+",
+    "k3+",
 ]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -36,7 +53,8 @@ class FsdpConfig(RefFsdpConfig):
     optimizer_offload: bool = False
     """Keep the role's optimizer states in host memory except during its update."""
     fsdp_size: CountOrMinusOne = -1
-    """Number of ranks that share one copy of the weights; must divide the pool. -1 uses the whole pool."""
+    """Number of ranks that share one copy of the weights; must divide the pool. -1 uses the whole
+    pool."""
 
 
 class OptimConfig(Section):
@@ -47,7 +65,8 @@ class OptimConfig(Section):
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.999)
     """AdamW's two decay rates."""
     lr_warmup_steps: Annotated[int, Field(ge=-1)] = -1
-    """Linear warm-up steps, from the first step that updates the role; -1 uses lr_warmup_steps_ratio."""
+    """Linear warm-up steps, from the first step that updates the role; -1 uses
+    lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: Ratio = 0.0
     """Warm-up as a fraction of the steps that update the role, if lr_warmup_steps is -1."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
@@ -67,7 +86,8 @@ class PolicyModelConfig(Section):
     tokenizer_path: str | None = None
     """Folder or hub id of the tokenizer and its chat template; null uses the model's."""
     enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass if they do not fit on the GPU; `rolepool plan` shows this."""
+    """Recompute activations in the backward pass if they do not fit on the GPU; `rolepool plan`
+    shows this."""
     use_remove_padding: bool = True
     """Pack sequences without padding."""
     trust_remote_code: bool = False
@@ -87,10 +107,10 @@ class PolicyModelConfig(Section):
 
 class PolicyLossConfig(Section):
     loss_mode: PolicyLossName = "vanilla"
-    """Policy loss: vanilla (PPO with dual clip), gspo, gpg, clip_cov, kl_cov, geo_mean, cispo, or your own
-    module:function (docs/extending.md). geo_mean always uses the mean over sequences, the others follow loss_agg_mode
-    (the authors of gspo use seq-mean-token-mean). clip_cov and kl_cov compare the tokens of one micro-batch, so they
-    depend on its size."""
+    """Policy loss: vanilla (PPO with dual clip), gspo, gpg, clip_cov, kl_cov, geo_mean, cispo, or
+    your own module:function (docs/extending.md). geo_mean always uses the mean over sequences, the
+    others follow loss_agg_mode (the authors of gspo use seq-mean-token-mean). clip_cov and kl_cov
+    compare the tokens of one micro-batch, so they depend on its size."""
     clip_cov_ratio: Fraction = 0.0002
     """Fraction of a micro-batch's tokens whose loss clip_cov removes; at least one token."""
     clip_cov_lb: float = 1.0
@@ -107,8 +127,8 @@ class ActorConfig(Section):
     strategy: Literal["fsdp2"] = "fsdp2"
     """How the weights are sharded over the pool."""
     ppo_mini_batch_size: Count = 256
-    """Prompts in one optimizer step, over all ranks; each has rollout.n sequences. If 256 does not divide
-    data.train_batch_size, the default is the largest divisor below 256."""
+    """Prompts in one optimizer step, over all ranks; each has rollout.n sequences. If 256 does not
+    divide data.train_batch_size, the default is the largest divisor below 256."""
     ppo_micro_batch_size_per_gpu: Count | None = None
     """Sequences in one micro-batch on one GPU; null chooses a size that fits."""
     use_dynamic_bsz: bool = False
@@ -139,8 +159,8 @@ class ActorConfig(Section):
     kl_loss_coef: NonNegative = 0.001
     """Weight of the KL term of the loss."""
     kl_loss_type: KlEstimator = "low_var_kl"
-    """Estimator of the KL term. low_var_kl is capped at 10 per token; a capped token has no gradient. With a + at the
-    end, as in k3+, it has the gradient of k2."""
+    """Estimator of the KL term. low_var_kl is capped at 10 per token; a capped token has no
+    gradient. With a + at the end, as in k3+, it has the gradient of k2."""
     grad_clip: Positive = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
     optim: OptimConfig
@@ -152,7 +172,9 @@ class RefConfig(Section):
     """Sequences in one micro-batch on one GPU; null chooses a size that fits."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Limit micro-batches by tokens (log_prob_max_token_len_per_gpu), not by sequences."""
-    log_prob_max_token_len_per_gpu: Count = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    log_prob_max_token_len_per_gpu: Count = follows(
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    )
     """Most tokens in one micro-batch if log_prob_use_dynamic_bsz is true."""
     fsdp_config: RefFsdpConfig
 
@@ -179,7 +201,8 @@ class MultiTurnConfig(Section):
     enable: bool = False
     """Generate conversations of several turns with the environment of environment.name."""
     max_assistant_turns: Count | None = None
-    """Most turns of the model in a conversation; null sets no limit. data.max_response_length limits all its tokens."""
+    """Most turns of the model in a conversation; null sets no limit. data.max_response_length
+    limits all its tokens."""
     max_turn_tokens: Count | None = None
     """Most tokens of one turn of the model; null sets no limit."""
     max_user_turns: Count | None = None
@@ -187,27 +210,31 @@ class MultiTurnConfig(Section):
     max_tool_response_length: Count = 256
     """Most characters of a tool's answer; the middle of a longer one is removed."""
     format: FormatName = "hermes"
-    """How tool calls are written: hermes, which is <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or your
-    own module:function, from the text of a turn to a list of (name, arguments)."""
+    """How tool calls are written: hermes, which is <tool_call>{"name": ..., "arguments":
+    {...}}</tool_call>, or your own module:function, from the text of a turn to a list of (name,
+    arguments)."""
 
 
 class RolloutConfig(Section):
     name: EngineName = "native"
-    """Rollout engine (docs/engines.md): native, transformers, vllm, or your own module:class (docs/extending.md).
-    sglang and trtllm can be planned, but need fallback to train."""
+    """Rollout engine (docs/engines.md): native, transformers, vllm, or your own module:class
+    (docs/extending.md). sglang and trtllm can be planned, but need fallback to train."""
     fallback: Literal["native"] | None = None
-    """The engine in place of vllm, sglang or trtllm. null uses vllm, and does not train with the others."""
+    """The engine in place of vllm, sglang or trtllm. null uses vllm, and does not train with the
+    others."""
     engine_kwargs: EngineKwargsConfig
     vllm_python: str = ".venv-vllm/bin/python"
     """The Python of vLLM's environment, which scripts/setup_vllm.sh makes."""
     parity_check: bool | None = None
-    """Compare the engine's log-probs of 64 tokens with the actor's in every step, and stop if they differ. null does so
-    for all engines except native. Not possible with top_p, top_k, or greedy decoding at a temperature other than 1."""
+    """Compare the engine's log-probs of 64 tokens with the actor's in every step, and stop if they
+    differ. null does so for all engines except native. Not possible with top_p, top_k, or greedy
+    decoding at a temperature other than 1."""
     parity_limit: Positive | None = None
-    """Largest mean error of the engine's logits that these log-probs may show (docs/engines.md); null is 0.0002 on CPU
-    slots (float32) and 0.2 on GPUs (16 bits)."""
+    """Largest mean error of the engine's logits that these log-probs may show (docs/engines.md);
+    null is 0.0002 on CPU slots (float32) and 0.2 on GPUs (16 bits)."""
     n: Count = 1
-    """Number of responses to each prompt; grpo, rloo and others compare them and need at least 2."""
+    """Number of responses to each prompt; grpo, rloo and others compare them and need at least
+    2."""
     temperature: NonNegative = 1.0
     """Sampling temperature; must be greater than 0."""
     top_p: Fraction = 1.0
@@ -222,15 +249,20 @@ class RolloutConfig(Section):
     """Tokens that end a response, in addition to the end tokens of the tokenizer, config.json and
     generation_config.json; `rolepool plan` shows all."""
     tensor_model_parallel_size: Count = 1
-    """Number of ranks that share one copy of the rollout's weights; must divide the pool's processes on each node, and
-    the model's heads."""
+    """Number of ranks that share one copy of the rollout's weights; must divide the pool's
+    processes on each node, and the model's heads."""
     gpu_memory_utilization: Fraction = 0.5
-    """Fraction of the GPU's memory (or of the pool's share) for the rollout's weights and KV cache; not used on CPU."""
+    """Fraction of the GPU's memory (or of the pool's share) for the rollout's weights and KV cache;
+    not used on CPU."""
     log_prob_micro_batch_size_per_gpu: Count | None = None
-    """Sequences in one micro-batch of the actor's compute_log_prob; null chooses a size that fits."""
+    """Sequences in one micro-batch of the actor's compute_log_prob; null chooses a size that
+    fits."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Limit micro-batches of compute_log_prob by tokens (log_prob_max_token_len_per_gpu), not by sequences."""
-    log_prob_max_token_len_per_gpu: Count = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    """Limit micro-batches of compute_log_prob by tokens (log_prob_max_token_len_per_gpu), not by
+    sequences."""
+    log_prob_max_token_len_per_gpu: Count = follows(
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    )
     """Most tokens in one micro-batch of compute_log_prob if log_prob_use_dynamic_bsz is true."""
     enforce_eager: bool = False
     """Decode without CUDA graphs."""
@@ -247,12 +279,18 @@ class RolloutConfig(Section):
 
     @property
     def engine(self) -> str:
-        """The engine that generates: `name`, or `fallback` in place of an engine of another project."""
-        return self.fallback if self.fallback is not None and self.name in ("vllm", *OTHER_ENGINES) else self.name
+        """The engine that generates: `name`, or `fallback` in place of an engine of another
+        project."""
+        return (
+            self.fallback
+            if self.fallback is not None and self.name in ("vllm", *OTHER_ENGINES)
+            else self.name
+        )
 
     @property
     def has_actors_distribution(self) -> bool:
-        """Whether tokens are chosen with the probabilities that the actor computes, softmax(logits / temperature)."""
+        """Whether tokens are chosen with the probabilities that the actor computes, softmax(logits
+        / temperature)."""
         return self.top_k == -1 and self.top_p == 1 if self.do_sample else self.temperature == 1
 
     @property
@@ -272,7 +310,8 @@ class CriticModelConfig(Section):
     path: str | None = follows("actor_rollout_ref.model.path")
     """Model folder or hub id whose trunk initializes the critic; a value head is added."""
     enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass if they do not fit on the GPU; `rolepool plan` shows this."""
+    """Recompute activations in the backward pass if they do not fit on the GPU; `rolepool plan`
+    shows this."""
     use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
     """Pack sequences without padding."""
     fsdp_config: FsdpConfig
@@ -280,7 +319,8 @@ class CriticModelConfig(Section):
 
 class CriticConfig(Section):
     enable: bool | None = None
-    """Train a critic; null trains one if algorithm.adv_estimator needs it. Set true if your own one needs values."""
+    """Train a critic; null trains one if algorithm.adv_estimator needs it. Set true if your own one
+    needs values."""
     model: CriticModelConfig
     optim: CriticOptimConfig
     ppo_mini_batch_size: Count = follows("actor_rollout_ref.actor.ppo_mini_batch_size")
@@ -311,8 +351,8 @@ class RewardModelModelConfig(Section):
     path: str | None = None
     """Sequence-classification model folder or hub id that scores whole responses."""
     input_tokenizer: str | None = follows("actor_rollout_ref.model.path")
-    """Folder or hub id of the policy's tokenizer. Texts are tokenized again if the reward model has another tokenizer
-    or chat template; null never does so."""
+    """Folder or hub id of the policy's tokenizer. Texts are tokenized again if the reward model has
+    another tokenizer or chat template; null never does so."""
     trust_remote_code: bool = follows("actor_rollout_ref.model.trust_remote_code")
     """Allow code from the reward model's folder to run."""
 
@@ -324,8 +364,8 @@ class RewardModelConfig(Section):
     micro_batch_size_per_gpu: Count | None = None
     """Sequences in one micro-batch on one GPU; null chooses a size that fits."""
     max_length: Count | None = None
-    """Score only the last N tokens of prompt and response; null scores all, or the last data.max_prompt_length +
-    data.max_response_length of a text that is tokenized again."""
+    """Score only the last N tokens of prompt and response; null scores all, or the last
+    data.max_prompt_length + data.max_response_length of a text that is tokenized again."""
     use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
     """Limit micro-batches by tokens (forward_max_token_len_per_gpu), not by sequences."""
     forward_max_token_len_per_gpu: Count = follows("critic.forward_max_token_len_per_gpu")
@@ -334,13 +374,15 @@ class RewardModelConfig(Section):
 
 class OverlongBufferConfig(Section):
     enable: bool = False
-    """Subtract a penalty from the scores of long responses; needs reward_model.reward_manager=dapo."""
+    """Subtract a penalty from the scores of long responses; needs
+    reward_model.reward_manager=dapo."""
     len: Annotated[int, Field(ge=0)] = 0
     """The penalty begins this number of tokens before max_resp_len and grows linearly."""
     penalty_factor: NonNegative = 0.0
     """The penalty of a response with max_resp_len tokens."""
     log: bool = False
-    """Log the penalty as reward/overlong_reward/mean and the fraction of such responses as reward/overlong/mean."""
+    """Log the penalty as reward/overlong_reward/mean and the fraction of such responses as
+    reward/overlong/mean."""
 
 
 class RewardKwargsConfig(Section):
@@ -359,7 +401,10 @@ def _known_manager(name: Any) -> Any:
 class MainRewardModelConfig(RewardModelConfig):
     """The section `reward_model`, which has keys for rewards without a model, too."""
 
-    reward_manager: Annotated[Literal["naive", "batch", "prime", "dapo"], BeforeValidator(_known_manager)] = "naive"
-    """How scores of rules and functions become rewards: as they are (naive), or with DAPO's penalty for long responses
-    (dapo), which reward_kwargs.overlong_buffer_cfg sets. verl's names batch and prime mean naive."""
+    reward_manager: Annotated[
+        Literal["naive", "batch", "prime", "dapo"], BeforeValidator(_known_manager)
+    ] = "naive"
+    """How scores of rules and functions become rewards: as they are (naive), or with DAPO's penalty
+    for long responses (dapo), which reward_kwargs.overlong_buffer_cfg sets. verl's names batch and
+    prime mean naive."""
     reward_kwargs: RewardKwargsConfig

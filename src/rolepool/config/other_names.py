@@ -27,7 +27,8 @@ class OtherNames(Section):
 
 TABLE = read_table(Path(__file__).with_suffix(".yaml"), OtherNames)
 AS_KEYS = {**TABLE.openrlhf, **TABLE.trl, **TABLE.first_tries}
-"""The names that are written as `name=value`. If two trainers have the same name, the more usual meaning counts."""
+"""The names that are written as `name=value`. If two trainers have the same name, the more usual
+meaning counts."""
 AS_OPTIONS = {**TABLE.first_tries, **TABLE.trl, **TABLE.openrlhf}
 """The names that are written as `--name value`, as OpenRLHF's are."""
 

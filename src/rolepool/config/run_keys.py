@@ -4,7 +4,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
-from rolepool.config.base import Count, CountOrMinusOne, CountOrZero, Items, NonNegative, Positive, Ratio, Section
+from rolepool.config.base import (
+    Count,
+    CountOrMinusOne,
+    CountOrZero,
+    Items,
+    NonNegative,
+    Positive,
+    Ratio,
+    Section,
+)
 from rolepool.config.functions import AdvEstimatorName, StepName, StrategyName
 from rolepool.config.model_keys import KlEstimator
 
@@ -15,7 +24,8 @@ MAX_SLOTS = 2**20
 
 class DataConfig(Section):
     train_files: Items[str] = ()
-    """Parquet or JSONL files with training prompts, or Hugging Face datasets as hf:NAME:SPLIT (docs/training.md)."""
+    """Parquet or JSONL files with training prompts, or Hugging Face datasets as hf:NAME:SPLIT
+    (docs/training.md)."""
     val_files: Items[str] = ()
     """Parquet or JSONL files with validation prompts, or hf:NAME:SPLIT."""
     train_batch_size: Count = 1024
@@ -39,7 +49,8 @@ class DataConfig(Section):
     answer_key: str | None = None
     """Column with the ground truth; null uses reward_model.ground_truth."""
     system_prompt: str | None = None
-    """System message of every chat that does not begin with one. Prompts that are plain text then become chats."""
+    """System message of every chat that does not begin with one. Prompts that are plain text then
+    become chats."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments for the chat template, such as {enable_thinking: false}."""
     train_max_samples: CountOrMinusOne = -1
@@ -56,17 +67,21 @@ class CustomRewardFunctionConfig(Section):
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments for the function, such as {strict: true}."""
     max_concurrency: Count | None = None
-    """How many responses your functions score at the same time: calls of an async function (null: 64), or processes for
-    any other (null: one for each 8 CPUs, at most 8). Not used for a function that takes whole batches."""
+    """How many responses your functions score at the same time: calls of an async function (null:
+    64), or processes for any other (null: one for each 8 CPUs, at most 8). Not used for a function
+    that takes whole batches."""
     timeout_s: Positive = 60.0
-    """Longest time in seconds for one call of your function (one response, or one batch), including retries. A call
-    that takes longer is stopped, also inside C code, and its responses count as failed."""
+    """Longest time in seconds for one call of your function (one response, or one batch), including
+    retries. A call that takes longer is stopped, also inside C code, and its responses count as
+    failed."""
     retries: CountOrZero = 3
-    """How often a call of your function is repeated, within timeout_s, after a failed connection or HTTP status 408,
-    425, 429, 500, 502, 503 or 504. The wait is about 0.5 s and doubles up to 8 s."""
+    """How often a call of your function is repeated, within timeout_s, after a failed connection or
+    HTTP status 408, 425, 429, 500, 502, 503 or 504. The wait is about 0.5 s and doubles up to 8
+    s."""
     on_error: Literal["abort", "zero"] = "abort"
-    """If your function raises an error or takes too long: end the run (abort), or give score 0 and count the response
-    in reward/failed/mean (zero). A result that is not a finite number always ends the run."""
+    """If your function raises an error or takes too long: end the run (abort), or give score 0 and
+    count the response in reward/failed/mean (zero). A result that is not a finite number always
+    ends the run."""
 
 
 class RewardFunctionConfig(Section):
@@ -84,16 +99,17 @@ class RewardFunctionConfig(Section):
 class RewardConfig(Section):
     functions: Items[RewardFunctionConfig] = ()
     """Built-in rules and your own functions whose weighted sum is the score of every row, such as
-    [last_number, {function: my.py:brevity, weight: 0.1}] (docs/rewards.md). An empty list uses the built-in rule for
-    the row's data_source."""
+    [last_number, {function: my.py:brevity, weight: 0.1}] (docs/rewards.md). An empty list uses the
+    built-in rule for the row's data_source."""
 
 
 class EnvironmentConfig(Section):
     path: str | None = None
-    """Python file with the environment; null imports the module that environment.name begins with."""
+    """Python file with the environment; null imports the module that environment.name begins
+    with."""
     name: str | None = None
-    """The environment for conversations (docs/environments.md), a class with tools or an async function: a name in the
-    file of environment.path, or module:name."""
+    """The environment for conversations (docs/environments.md), a class with tools or an async
+    function: a name in the file of environment.path, or module:name."""
     timeout_s: Positive = 10.0
     """Longest time in seconds for one call of a tool, which is then stopped."""
     memory_gb: Positive = 1.0
@@ -115,9 +131,9 @@ class KlCtrlConfig(Section):
 
 class AlgorithmConfig(Section):
     adv_estimator: AdvEstimatorName = "gae"
-    """How advantages are estimated: gae (which needs a critic), grpo, grpo_passk, rloo, opo, gpg, remax,
-    reinforce_plus_plus, reinforce_plus_plus_baseline, or your own module:function (docs/extending.md). grpo_vectorized
-    and rloo_vectorized mean grpo and rloo."""
+    """How advantages are estimated: gae (which needs a critic), grpo, grpo_passk, rloo, opo, gpg,
+    remax, reinforce_plus_plus, reinforce_plus_plus_baseline, or your own module:function
+    (docs/extending.md). grpo_vectorized and rloo_vectorized mean grpo and rloo."""
     gamma: Ratio = 1.0
     """Discount factor per token."""
     lam: Ratio = 1.0
@@ -135,8 +151,8 @@ class TrainerConfig(Section):
     nnodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
     """Number of nodes."""
     n_gpus_per_node: Annotated[int, Field(ge=1, le=MAX_GPUS_PER_NODE)] = Field(default=None)  # type: ignore[assignment]
-    """GPUs on every node, or CPU processes without GPUs. null uses all GPUs of this machine, or one process per CPU
-    core (a power of two, at most 8)."""
+    """GPUs on every node, or CPU processes without GPUs. null uses all GPUs of this machine, or one
+    process per CPU core (a power of two, at most 8)."""
     total_epochs: Count = 30
     """Passes over the training prompts."""
     total_training_steps: Count | None = None
@@ -145,13 +161,17 @@ class TrainerConfig(Section):
     """Project name for loggers."""
     experiment_name: str = "default"
     """Name of the run."""
-    logger: Items[Literal["console", "verl", "tensorboard", "wandb", "mlflow", "file"]] = ("console",)
-    """Where metrics are logged, beside metrics.jsonl (also called file) and train.log: console prints a short line for
-    each step, verl the long line of train.log."""
+    logger: Items[Literal["console", "verl", "tensorboard", "wandb", "mlflow", "file"]] = (
+        "console",
+    )
+    """Where metrics are logged, beside metrics.jsonl (also called file) and train.log: console
+    prints a short line for each step, verl the long line of train.log."""
     save_freq: CountOrMinusOne | None = None
-    """Save a checkpoint every N steps and after the last step; null saves only after the last step, -1 never saves."""
+    """Save a checkpoint every N steps and after the last step; null saves only after the last step,
+    -1 never saves."""
     test_freq: CountOrMinusOne | None = None
-    """Validate every N steps and after the last step; null validates only after the last step, -1 never validates."""
+    """Validate every N steps and after the last step; null validates only after the last step, -1
+    never validates."""
     val_before_train: bool = True
     """Validate before the first step if data.val_files is set."""
     val_only: bool = False
@@ -159,24 +179,26 @@ class TrainerConfig(Section):
     critic_warmup: CountOrZero = 0
     """Steps at the start that train only the critic."""
     snapshot_freq: CountOrMinusOne = 1
-    """Copy the state of trained models to shared memory every N steps. If a process dies, training resumes from the
-    last copy, or with -1 from the last checkpoint."""
+    """Copy the state of trained models to shared memory every N steps. If a process dies, training
+    resumes from the last copy, or with -1 from the last checkpoint."""
     max_restarts: CountOrZero = 3
-    """How often in a row, without a completed step in between, dead processes are replaced, or a driver that was killed
-    or whose Ray died is started again, before the run ends with an error (docs/training.md)."""
+    """How often in a row, without a completed step in between, dead processes are replaced, or a
+    driver that was killed or whose Ray died is started again, before the run ends with an error
+    (docs/training.md)."""
     max_bad_steps: Count = 3
-    """Stop the run with exit code 2 after N steps in a row in which a role made no finite update."""
+    """Stop the run with exit code 2 after N steps in a row in which a role made no finite
+    update."""
     stall_timeout_s: Positive | None = None
-    """Report a stall if one call takes so many seconds; null means 60, or five times the longest call of that method so
-    far if that is more. The first call of a method has at least 600 s."""
+    """Report a stall if one call takes so many seconds; null means 60, or five times the longest
+    call of that method so far if that is more. The first call of a method has at least 600 s."""
     on_stall: Literal["report", "restart", "abort"] = "restart"
-    """After a stall is reported: do nothing more (report), kill the processes that are stopped or do not answer
-    (restart), or end the run (abort)."""
+    """After a stall is reported: do nothing more (report), kill the processes that are stopped or
+    do not answer (restart), or end the run (abort)."""
     balance_batch: bool = True
     """Assign about the same number of tokens to every rank."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """Resume from the newest checkpoint of the run folder (auto), from resume_from_path (resume_path), or not at all
-    (disable)."""
+    """Resume from the newest checkpoint of the run folder (auto), from resume_from_path
+    (resume_path), or not at all (disable)."""
     resume_from_path: str | None = None
     """Checkpoint folder to resume from, with resume_mode=resume_path."""
     max_actor_ckpt_to_keep: Count | None = None
@@ -184,10 +206,12 @@ class TrainerConfig(Section):
     max_critic_ckpt_to_keep: Count | None = None
     """Newest critic checkpoints to keep; null keeps all."""
     rollout_data_dir: str | None = None
-    """Folder for all samples: N.jsonl has a line for each response of step N, with input, output, gts (the ground
-    truth), score, step, and other numbers of the reward function. null writes none."""
+    """Folder for all samples: N.jsonl has a line for each response of step N, with input, output,
+    gts (the ground truth), score, step, and other numbers of the reward function. null writes
+    none."""
     validation_data_dir: str | None = None
-    """Folder for all samples of each validation, in the format of rollout_data_dir. null writes none."""
+    """Folder for all samples of each validation, in the format of rollout_data_dir. null writes
+    none."""
     log_val_generations: CountOrZero = 0
     """Log the first N samples of each validation as a table in wandb or mlflow."""
     default_local_dir: str = "runs/${trainer.experiment_name}"
@@ -197,20 +221,24 @@ class TrainerConfig(Section):
     seed: CountOrZero = 1
     """Random seed for weights, shuffling and sampling."""
     extensions: Items[str] = ()
-    """Modules (or .py files) to import before the config is checked and in every process (docs/extending.md)."""
+    """Modules (or .py files) to import before the config is checked and in every process
+    (docs/extending.md)."""
     step: StepName | None = None
-    """Your own step as module:function (docs/extending.md); null uses the step that algorithm.adv_estimator needs."""
+    """Your own step as module:function (docs/extending.md); null uses the step that
+    algorithm.adv_estimator needs."""
 
 
 class SplitConfig(Section):
     axis: Literal["auto", "gpu", "node"] = "auto"
-    """Divide the GPUs of every node (gpu) or whole nodes (node); auto chooses gpu if each node has two GPUs or more."""
+    """Divide the GPUs of every node (gpu) or whole nodes (node); auto chooses gpu if each node has
+    two GPUs or more."""
     actor_gpus_per_node: Count | None = None
     """GPUs per node for actor, rollout and reference; null uses half, rounded up."""
     actor_nodes: Count | None = None
     """Nodes for actor, rollout and reference; null uses half, rounded up."""
     share: Annotated[float, Field(gt=0, le=0.5)] | None = None
-    """Put both pools on the same GPUs, each with this fraction of every GPU; null gives each pool its own GPUs."""
+    """Put both pools on the same GPUs, each with this fraction of every GPU; null gives each pool
+    its own GPUs."""
 
 
 def _not_empty(per_node: tuple[int, ...]) -> tuple[int, ...]:
@@ -223,7 +251,11 @@ NumProcesses = Annotated[int, Field(ge=0, le=MAX_GPUS_PER_NODE)]
 
 
 class PoolConfig(Section):
-    per_node: Annotated[tuple[NumProcesses, ...], Field(strict=False, max_length=MAX_NODES), AfterValidator(_not_empty)]
+    per_node: Annotated[
+        tuple[NumProcesses, ...],
+        Field(strict=False, max_length=MAX_NODES),
+        AfterValidator(_not_empty),
+    ]
     """Number of processes on each node, one GPU each; 0 skips a node."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of each GPU, including its memory, that the pool uses."""
@@ -241,7 +273,11 @@ PoolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$"
 
 def _without_removed(pools: Any) -> Any:
     """The override `placement.pools.NAME=null` removes a pool that a file defines."""
-    return {name: pool for name, pool in pools.items() if pool is not None} if isinstance(pools, dict) else pools
+    return (
+        {name: pool for name, pool in pools.items() if pool is not None}
+        if isinstance(pools, dict)
+        else pools
+    )
 
 
 class RolePoolsConfig(Section, extra="allow"):
@@ -265,23 +301,26 @@ class RolePoolsConfig(Section, extra="allow"):
 
 class PlacementConfig(Section):
     strategy: StrategyName = "standard"
-    """One pool for all roles (standard), actor_rollout_ref_pool and critic_pool (split), placement.pools and
-    placement.roles (custom), the placement that is predicted to be the best (auto), or your own module:function
-    (docs/extending.md)."""
+    """One pool for all roles (standard), actor_rollout_ref_pool and critic_pool (split),
+    placement.pools and placement.roles (custom), the placement that is predicted to be the best
+    (auto), or your own module:function (docs/extending.md)."""
     split: SplitConfig
-    pools: Annotated[dict[PoolName, PoolConfig], BeforeValidator(_without_removed)] = Field(default_factory=dict)
-    """Pools by name, for strategy=custom: [processes per node], or {per_node: [1], share: 0.5}; null removes one."""
+    pools: Annotated[dict[PoolName, PoolConfig], BeforeValidator(_without_removed)] = Field(
+        default_factory=dict
+    )
+    """Pools by name, for strategy=custom: [processes per node], or {per_node: [1], share: 0.5};
+    null removes one."""
     roles: RolePoolsConfig
     timeout_s: Positive = 60.0
     """Seconds to wait for the resources of the plan."""
     on_node_loss: Literal["wait", "shrink"] = "wait"
-    """If a node is lost: wait placement.timeout_s for another one (wait), or plan the pools again on the nodes that are
-    left (shrink)."""
+    """If a node is lost: wait placement.timeout_s for another one (wait), or plan the pools again
+    on the nodes that are left (shrink)."""
     mps: bool = False
     """Run CUDA MPS during the run on nodes where pools share GPUs."""
     profile: str | None = None
-    """The run folder from which strategy=auto predicts. null uses the newest one with the same models beside the run's,
-    or else the first steps of the run."""
+    """The run folder from which strategy=auto predicts. null uses the newest one with the same
+    models beside the run's, or else the first steps of the run."""
     rebalance: bool = False
     """Look for a better placement during training, and move there if that pays."""
     rebalance_gain: NonNegative = 0.1
@@ -297,7 +336,8 @@ class RayInitConfig(Section):
     address: str | None = None
     """Address of a running Ray cluster; null starts a local one that stops with the run."""
     num_cpus: Count | None = None
-    """CPUs of the local Ray; null uses one for each process of the plan plus one, and at least 8."""
+    """CPUs of the local Ray; null uses one for each process of the plan plus one, and at least
+    8."""
 
 
 class RayKwargsConfig(Section):

@@ -1,7 +1,9 @@
-"""The config.yaml of a run folder, read as plain data: nothing in it is imported, looked up or replaced.
+"""The config.yaml of a run folder, read as plain data: nothing in it is imported, looked up or
+replaced.
 
-A run writes all keys with their final values, so there is nothing to resolve. In the file, text such as `${x}` is
-written as `\\${x}`, so that it is the same text when the file is used as a config file.
+A run writes all keys with their final values, so there is nothing to resolve. In the file, text
+such as `${x}` is written as `\\${x}`, so that it is the same text when the file is used as a config
+file.
 """
 
 import re
@@ -28,23 +30,30 @@ def saved_values(text: bytes) -> dict[str, Any]:
 
 
 def saved_config(values: Mapping[str, Any], folder: Path) -> LoadedConfig:
-    """The config of a run, from the values that were read in its folder. Raises ConfigError if they are not one.
+    """The config of a run, from the values that were read in its folder. Raises ConfigError if they
+    are not one.
 
     Names that only an extension of the run has are kept as they are, and listed in `unknown_names`.
     """
     try:
         return load_config([PlainValues(values)])
     except ConfigError as error:
-        raise ConfigError(f"{folder / FILE_NAME}: {problem}" for problem in error.problems) from None
+        raise ConfigError(
+            f"{folder / FILE_NAME}: {problem}" for problem in error.problems
+        ) from None
     except UNPARSABLE as error:  # such as names that no key can have
-        raise ConfigError(f"{folder / FILE_NAME}: cannot be read ({one_line(error)}); {FIX}") from None
+        raise ConfigError(
+            f"{folder / FILE_NAME}: cannot be read ({one_line(error)}); {FIX}"
+        ) from None
 
 
 def load_saved(folder: Path) -> LoadedConfig:
     """The config of a run folder. Raises ConfigError if it cannot be read."""
     file = folder / FILE_NAME
     if not file.is_file():
-        raise ConfigError(f"{folder}: not a run folder (it has no {FILE_NAME}); give the folder of a run")
+        raise ConfigError(
+            f"{folder}: not a run folder (it has no {FILE_NAME}); give the folder of a run"
+        )
     try:
         values = saved_values(read_small(file, MAX_YAML_BYTES))
     except (OSError, ValueError) as error:
@@ -53,7 +62,8 @@ def load_saved(folder: Path) -> LoadedConfig:
 
 
 def _unescaped(value: Any) -> Any:
-    """The opposite of `rolepool.config.loading.escaped`. Text that was not escaped stays as it is."""
+    """The opposite of `rolepool.config.loading.escaped`. Text that was not escaped stays as it
+    is."""
     if isinstance(value, dict):
         return {str(name): _unescaped(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -64,6 +74,7 @@ def _unescaped(value: Any) -> Any:
 
 
 def _half(backslashes: str) -> str:
-    """What an odd number of backslashes before `${` stands for. An even number means that nothing is escaped."""
+    """What an odd number of backslashes before `${` stands for. An even number means that nothing
+    is escaped."""
     is_escaped = len(backslashes) % 2 == 1
     return backslashes[: len(backslashes) // 2] if is_escaped else backslashes

@@ -1,7 +1,8 @@
-"""The complete config, the name, type, default and documentation of each key, and the rules about several keys.
+"""The complete config, the name, type, default and documentation of each key, and the rules about
+several keys.
 
-Owns the key tree and the rules that depend on the config alone. Does not read files. `placement` checks what depends on
-pools and GPU counts.
+Owns the key tree and the rules that depend on the config alone. Does not read files. `placement`
+checks what depends on pools and GPU counts.
 """
 
 import math
@@ -54,7 +55,8 @@ class Config(Section):
 
     @property
     def estimator_needs_critic(self) -> bool:
-        """What is known without importing it: a `module:function` does not say so until training starts."""
+        """What is known without importing it: a `module:function` does not say so until training
+        starts."""
         return "values" in ADV_ESTIMATORS.get(self.algorithm.adv_estimator, ())
 
     @property
@@ -93,7 +95,8 @@ class Key:
 
 
 def add_role_keys(role: str, settings: type[Section]) -> None:
-    """Add the keys of a role that is not built in: `placement.roles.ROLE`, and its settings as `roles.ROLE.*`."""
+    """Add the keys of a role that is not built in: `placement.roles.ROLE`, and its settings as
+    `roles.ROLE.*`."""
     ROLE_SETTINGS[role] = settings
     all_keys.cache_clear()
     all_sections.cache_clear()
@@ -113,7 +116,9 @@ def all_keys() -> dict[str, Key]:
 def all_sections() -> frozenset[str]:
     """Dotted paths of all sections. `roles` is one even if no role was added."""
     paths = [*all_keys(), "roles.NAME"]
-    return frozenset(path.rsplit(".", depth)[0] for path in paths for depth in range(1, path.count(".") + 1))
+    return frozenset(
+        path.rsplit(".", depth)[0] for path in paths for depth in range(1, path.count(".") + 1)
+    )
 
 
 def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
@@ -126,7 +131,8 @@ def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
 
 
 def _type_text(schema: dict[str, Any]) -> str:
-    """A JSON schema in words: `an integer, at least 1`, `one of fixed, adaptive`, `text or null`."""
+    """A JSON schema in words: `an integer, at least 1`, `one of fixed, adaptive`, `text or
+    null`."""
     if "anyOf" in schema:
         return " or ".join(_type_text(one) for one in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -137,11 +143,21 @@ def _type_text(schema: dict[str, Any]) -> str:
         return f"a pair, each {_type_text(schema['prefixItems'][0])}"
     if "items" in schema:
         return f"a list, each {_type_text(schema['items'])}"
-    bounds = [f"{words} {schema[name]}" for name, words in BOUNDS.items() if schema.get(name, MAX_COUNT) != MAX_COUNT]
+    bounds = [
+        f"{words} {schema[name]}"
+        for name, words in BOUNDS.items()
+        if schema.get(name, MAX_COUNT) != MAX_COUNT
+    ]
     return ", ".join([TYPES[schema["type"]], *bounds])
 
 
-TYPES = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "text", "null": "null"}
+TYPES = {
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "null": "null",
+}
 TYPES |= {"object": "a mapping, such as {name: value}"}
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "greater than"}
 BOUNDS |= {"maximum": "at most", "exclusiveMaximum": "less than"}
@@ -243,7 +259,8 @@ def _about_resuming(config: Config) -> Iterator[str]:
 
 
 def _about_overlong(config: Config) -> Iterator[str]:
-    """DAPO's penalty needs its reward manager, a score that is not a model's, and a length to divide by."""
+    """DAPO's penalty needs its reward manager, a score that is not a model's, and a length to
+    divide by."""
     keys, kwargs = config.reward_model, config.reward_model.reward_kwargs
     buffer, section = kwargs.overlong_buffer_cfg, "reward_model.reward_kwargs.overlong_buffer_cfg"
     if buffer.enable and (keys.enable or keys.reward_manager != "dapo"):
@@ -254,7 +271,11 @@ def _about_overlong(config: Config) -> Iterator[str]:
 
 
 def _about_turns(config: Config) -> Iterator[str]:
-    keys, name, section = config.actor_rollout_ref.rollout, config.environment.name, "actor_rollout_ref.rollout"
+    keys, name, section = (
+        config.actor_rollout_ref.rollout,
+        config.environment.name,
+        "actor_rollout_ref.rollout",
+    )
     if keys.multi_turn.enable != (name is not None):
         fix = "set both (docs/environments.md), or neither"
         yield f"{section}.multi_turn.enable={keys.multi_turn.enable}: environment.name={name or 'null'}; {fix}"
@@ -271,7 +292,10 @@ def _about_mini_batch(config: Config, section: str) -> Iterator[str]:
 
 def _about_critics_mini_batch(config: Config) -> Iterator[str]:
     """The critic's size follows the actor's, and then one line is enough."""
-    if config.uses_critic and config.critic.ppo_mini_batch_size != config.actor_rollout_ref.actor.ppo_mini_batch_size:
+    if (
+        config.uses_critic
+        and config.critic.ppo_mini_batch_size != config.actor_rollout_ref.actor.ppo_mini_batch_size
+    ):
         yield from _about_mini_batch(config, "critic")
 
 
@@ -292,9 +316,12 @@ def _about_critics_tokens(config: Config) -> Iterator[str]:
 
 
 def divisor_near(number: int, at_most: int) -> int:
-    """A divisor of `number` that is at most `at_most`: the largest, if it is found within 10,000 tries."""
+    """A divisor of `number` that is at most `at_most`: the largest, if it is found within 10,000
+    tries."""
     tries = range(at_most, max(0, at_most - 10_000), -1)
-    return next((candidate for candidate in tries if number % candidate == 0), math.gcd(number, at_most))
+    return next(
+        (candidate for candidate in tries if number % candidate == 0), math.gcd(number, at_most)
+    )
 
 
 def _about_size(config: Config) -> Iterator[str]:
@@ -309,21 +336,33 @@ def _about_placement(config: Config) -> Iterator[str]:
     placement = config.placement
     if ":" in placement.strategy:  # a function of the user's own, which may use all keys
         return
-    of_split = [f"placement.split.{name}={value}" for name, value in _written(placement.split).items()]
+    of_split = [
+        f"placement.split.{name}={value}" for name, value in _written(placement.split).items()
+    ]
     of_pools = [f"placement.pools.{name}" for name in placement.pools]
     of_roles = [f"placement.roles.{name}" for name in placement.roles.model_dump(exclude_none=True)]
     for strategy, keys in {"split": of_split, "custom": of_pools + of_roles}.items():
         if placement.strategy != strategy:
-            needed, chosen = f"placement.strategy={strategy}", f"placement.strategy={placement.strategy}"
-            yield from (f"{key}: is for {needed}, but {chosen}; set {needed}, or remove it" for key in keys)
+            needed, chosen = (
+                f"placement.strategy={strategy}",
+                f"placement.strategy={placement.strategy}",
+            )
+            yield from (
+                f"{key}: is for {needed}, but {chosen}; set {needed}, or remove it" for key in keys
+            )
 
 
 def _about_split(config: Config) -> Iterator[str]:
-    """Only one key may say how the GPUs are divided; an axis may be set together with its own number."""
+    """Only one key may say how the GPUs are divided; an axis may be set together with its own
+    number."""
     split = config.placement.split
     written = _written(split)
     number = {"gpu": "actor_gpus_per_node", "node": "actor_nodes"}.get(split.axis)
-    if config.placement.strategy == "split" and len(written) > 1 and set(written) != {"axis", number}:
+    if (
+        config.placement.strategy == "split"
+        and len(written) > 1
+        and set(written) != {"axis", number}
+    ):
         first, *others = [f"placement.split.{name}={value}" for name, value in written.items()]
         yield f"{first}: contradicts {' and '.join(others)}; set only one of them"
 

@@ -1,9 +1,10 @@
-"""The files of a config: recipes, which are part of the package, and YAML files with a `defaults` list, as verl and its
-users write them for Hydra.
+"""The files of a config: recipes, which are part of the package, and YAML files with a `defaults`
+list, as verl and its users write them for Hydra.
 
-Owns the names of recipes, which can be used wherever a config file can; the folder of the demo that some of them train;
-and finding and merging the files of a `defaults` list. Knows the forms of entries that verl's configs use: `_self_`,
-`name`, `group: name` and `group@section: name`. Hydra itself is not used, because its versions need another OmegaConf.
+Owns the names of recipes, which can be used wherever a config file can; the folder of the demo that
+some of them train; and finding and merging the files of a `defaults` list. Knows the forms of
+entries that verl's configs use: `_self_`, `name`, `group: name` and `group@section: name`. Hydra
+itself is not used, because its versions need another OmegaConf.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ DEMO_FOLDER = "runs/demo_data"
 DEMO_MARKER = "made_by_rolepool.json"
 """A file in the folder of a complete demo."""
 OWN_NAMES = ("ppo_trainer", "_generated_ppo_trainer")
-"""Files of verl that contain its defaults. If they are not found, rolepool's defaults are used, which are the same."""
+"""Files of verl that contain its defaults. If they are not found, rolepool's defaults are used,
+which are the same."""
 
 
 def recipe_names() -> list[str]:
@@ -31,13 +33,19 @@ def recipe_names() -> list[str]:
 def recipe_text(name: str) -> str:
     """The YAML text of a recipe. Its first line is a comment that says what it trains."""
     if name not in recipe_names():
-        raise ConfigError(f"recipe {name!r}: there is no such recipe; use one of {', '.join(recipe_names())}")
+        raise ConfigError(
+            f"recipe {name!r}: there is no such recipe; use one of {', '.join(recipe_names())}"
+        )
     return (RECIPES_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def trains_demo(config: Config) -> bool:
     """Whether a run needs the demo in `DEMO_FOLDER`, and rolepool may make it there."""
-    models = (config.actor_rollout_ref.model.path, config.critic.model.path, config.reward_model.model.path)
+    models = (
+        config.actor_rollout_ref.model.path,
+        config.critic.model.path,
+        config.reward_model.model.path,
+    )
     paths = (*config.data.train_files, *config.data.val_files, *models)
     folder = Path(DEMO_FOLDER)
     is_ours = (folder / DEMO_MARKER).exists() or not folder.exists()
@@ -54,21 +62,28 @@ def _is_in_demo(path: str | None) -> bool:
 
 
 def load_file(file: str) -> Any:
-    """The content of a recipe or a YAML file, merged with the files of its `defaults` list. References are not
-    resolved."""
+    """The content of a recipe or a YAML file, merged with the files of its `defaults` list.
+    References are not resolved."""
     is_recipe = file in recipe_names() and not Path(file).is_file()
     path = RECIPES_FOLDER / f"{file}.yaml" if is_recipe else Path(file)
     tree = OmegaConf.load(path)
     if not isinstance(tree, DictConfig):
         return OmegaConf.to_container(tree, resolve=False)
-    listed = [str(folder) for folder in OmegaConf.select(tree, "hydra.searchpath", default=[]) or []]
-    folders = [Path(folder.removeprefix("file://")) for folder in listed if not folder.startswith("pkg://")]
-    composed: Any = OmegaConf.to_container(_compose(tree, path.parent, [path.parent, *folders]), resolve=False)
+    listed = [
+        str(folder) for folder in OmegaConf.select(tree, "hydra.searchpath", default=[]) or []
+    ]
+    folders = [
+        Path(folder.removeprefix("file://")) for folder in listed if not folder.startswith("pkg://")
+    ]
+    composed: Any = OmegaConf.to_container(
+        _compose(tree, path.parent, [path.parent, *folders]), resolve=False
+    )
     return {name: value for name, value in composed.items() if name != "hydra"}
 
 
 def named_file(folder: str | None, name: str | None) -> list[str]:
-    """The file that the options `--config-path` and `--config-name` name, if there is one to load."""
+    """The file that the options `--config-path` and `--config-name` name, if there is one to
+    load."""
     if name is None:
         return []
     path = Path(folder or ".", name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
@@ -91,14 +106,17 @@ def _compose(tree: Any, folder: Path, roots: list[Path]) -> Any:
                 part = OmegaConf.create({step: part})
             parts.append(part)
         elif name not in OWN_NAMES:
-            raise ConfigError(f"defaults: {name}.yaml is not in {folder}; add it, or remove it from the list")
+            raise ConfigError(
+                f"defaults: {name}.yaml is not in {folder}; add it, or remove it from the list"
+            )
     return OmegaConf.merge(*parts)
 
 
 def _entries(listed: list[Any]) -> Iterator[tuple[str, str]]:
     """The file, without its ending, and the section of each entry of a `defaults` list.
 
-    A name may contain the choice of an earlier entry: `${model_engine}_actor` after `model_engine: dp`.
+    A name may contain the choice of an earlier entry: `${model_engine}_actor` after `model_engine:
+    dp`.
     """
     choices: dict[str, str] = {}
     for entry in listed:
@@ -114,4 +132,7 @@ def _entries(listed: list[Any]) -> Iterator[tuple[str, str]]:
             for group_before, choice in choices.items():
                 name = str(name).replace(f"${{{group_before}}}", choice)
             choices[folder] = str(name)
-            yield f"{folder}/{str(name).removesuffix('.yaml')}", "" if section in ("_here_", "_global_") else section
+            yield (
+                f"{folder}/{str(name).removesuffix('.yaml')}",
+                "" if section in ("_here_", "_global_") else section,
+            )

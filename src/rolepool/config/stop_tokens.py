@@ -1,8 +1,8 @@
 """The tokens that end a response, from the files of the model, without torch and transformers.
 
-A chat model often has several: the end of a turn, the end of a text, the start of a tool's answer. The tokenizer names
-only one of them, and the others are in config.json and generation_config.json. Owns reading these files, and what the
-chat template writes at the end of a turn.
+A chat model often has several: the end of a turn, the end of a text, the start of a tool's answer.
+The tokenizer names only one of them, and the others are in config.json and generation_config.json.
+Owns reading these files, and what the chat template writes at the end of a turn.
 """
 
 import json
@@ -43,7 +43,8 @@ class StopTokens:
     ids: tuple[int, ...]
     tokenizer: TokenizerFiles = field(default_factory=TokenizerFiles)
     unused_strings: tuple[str, ...] = ()
-    """The `stop_strings` of generation_config.json. Engines here read and return tokens, so they cannot use texts."""
+    """The `stop_strings` of generation_config.json. Engines here read and return tokens, so they
+    cannot use texts."""
 
     def in_words(self) -> str:
         """The tokens with their names, as far as they are known."""
@@ -62,7 +63,9 @@ class StopTokens:
             fix = "its responses run past the end of a turn"
             if token is not None:
                 fix = f"{fix}; set {key}=[{self.tokenizer.ids[token]}]"
-            lines.append(f"the chat template ends a turn with {shown}, which does not end a response: {fix}")
+            lines.append(
+                f"the chat template ends a turn with {shown}, which does not end a response: {fix}"
+            )
         if self.unused_strings:
             strings = ", ".join(map(repr, self.unused_strings))
             what = f"generation_config.json has stop_strings ({strings}), which are not used"
@@ -74,7 +77,8 @@ class StopTokens:
 
     @property
     def tokenizer_end(self) -> str | None:
-        """What the chat template writes after a turn; None if it writes nothing or cannot be tried."""
+        """What the chat template writes after a turn; None if it writes nothing or cannot be
+        tried."""
         if self.tokenizer.chat_template is None:
             return None
         from jinja2 import TemplateError
@@ -86,8 +90,16 @@ class StopTokens:
         environment.filters["tojson"] = json.dumps
         try:
             template = environment.from_string(self.tokenizer.chat_template)
-            text = template.render(messages=CHAT, add_generation_prompt=False, **self.tokenizer.more)
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError):  # a template may raise any of them
+            text = template.render(
+                messages=CHAT, add_generation_prompt=False, **self.tokenizer.more
+            )
+        except (
+            TemplateError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+        ):  # a template may raise any of them
             return None
         _, mark, end = text.rpartition(MARK)
         end = end.strip()
@@ -95,9 +107,11 @@ class StopTokens:
 
 
 def read_stop_tokens(config: Config) -> StopTokens:
-    """The stop tokens of the policy. Raises ConfigError if a file has something else in their place.
+    """The stop tokens of the policy. Raises ConfigError if a file has something else in their
+    place.
 
-    Files that are not on this machine are skipped: training reads them when it has downloaded the model.
+    Files that are not on this machine are skipped: training reads them when it has downloaded the
+    model.
     """
     model = config.actor_rollout_ref.model
     tokenizer = read_tokenizer_files(model.tokenizer)
@@ -110,7 +124,9 @@ def read_stop_tokens(config: Config) -> StopTokens:
     ids += end_tokens("generation_config.json", generation)
     strings: Any = generation.get("stop_strings") or ()
     strings = (strings,) if isinstance(strings, str) else tuple(map(str, strings))
-    return StopTokens(united(ids, config.actor_rollout_ref.rollout.stop_token_ids), tokenizer, strings)
+    return StopTokens(
+        united(ids, config.actor_rollout_ref.rollout.stop_token_ids), tokenizer, strings
+    )
 
 
 def end_tokens(file: str, content: Mapping[str, Any]) -> list[int]:
@@ -121,7 +137,9 @@ def end_tokens(file: str, content: Mapping[str, Any]) -> list[int]:
         written = text_config.get("eos_token_id")
     ids = written if isinstance(written, list) else [] if written is None else [written]
     if any(type(one) is not int or one < 0 for one in ids):
-        raise ConfigError(f"{file}: eos_token_id={written} must be a number of a token, or a list of them; correct it")
+        raise ConfigError(
+            f"{file}: eos_token_id={written} must be a number of a token, or a list of them; correct it"
+        )
     return list(ids)
 
 
@@ -136,12 +154,19 @@ def read_tokenizer_files(path: str | None) -> TokenizerFiles:
     decoder = settings.get("added_tokens_decoder") or {}
     ids = {str(token["content"]): int(token["id"]) for token in added}
     ids |= {str(token["content"]): int(number) for number, token in decoder.items()}
-    names = {name: _text_of(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    names = {
+        name: _text_of(settings.get(name))
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+    }
     template = settings.get("chat_template")
     template = _text(path, "chat_template.jinja") or template
     if isinstance(template, list):  # several with names
-        template = next((one.get("template") for one in template if one.get("name") == "default"), None)
-    return TokenizerFiles(names["eos_token"], ids, template, {name: text or "" for name, text in names.items()})
+        template = next(
+            (one.get("template") for one in template if one.get("name") == "default"), None
+        )
+    return TokenizerFiles(
+        names["eos_token"], ids, template, {name: text or "" for name, text in names.items()}
+    )
 
 
 def _text_of(token: Any) -> str | None:
@@ -152,8 +177,11 @@ def _text_of(token: Any) -> str | None:
 
 
 def _text(path: str | None, name: str) -> str | None:
-    """The text of a file of a model; None if the model is not on this machine or does not have the file."""
-    with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: a home folder that does not exist
+    """The text of a file of a model; None if the model is not on this machine or does not have the
+    file."""
+    with suppress(
+        OSError, ValueError, RuntimeError
+    ):  # RuntimeError: a home folder that does not exist
         folder = model_folder(path)
         return None if folder is None else read_small(folder / name, MAX_BYTES).decode()
     return None

@@ -1,11 +1,13 @@
-"""A child process that runs a user's code. It ends with its parent, and with it everything that it has started.
+"""A child process that runs a user's code. It ends with its parent, and with it everything that it
+has started.
 
-Owns the start and the end of such a child. The child is forked, so that it has everything that the user's file has
-loaded. Does not know what the child computes.
+Owns the start and the end of such a child. The child is forked, so that it has everything that the
+user's file has loaded. Does not know what the child computes.
 
-Between parent and child there is a guard, a process that only waits. All processes that the child starts become
-children of the guard if their own parents end, so none of them can escape from it: not with a session of its own, and
-not with a second fork. If the child or the parent ends, the guard kills all of them.
+Between parent and child there is a guard, a process that only waits. All processes that the child
+starts become children of the guard if their own parents end, so none of them can escape from it:
+not with a session of its own, and not with a second fork. If the child or the parent ends, the
+guard kills all of them.
 """
 
 import ctypes
@@ -24,9 +26,11 @@ import psutil
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 GUARDED = {signal.SIGTERM, signal.SIGCHLD}
-"""The signals that a guard waits for: its parent has ended or wants the child to end; a process has ended."""
+"""The signals that a guard waits for: its parent has ended or wants the child to end; a process has
+ended."""
 END_TIMEOUT_S = 10.0
-"""The time in which killed processes must have ended. Longer only if the system itself holds one up."""
+"""The time in which killed processes must have ended. Longer only if the system itself holds one
+up."""
 POLL_S = 0.001
 
 
@@ -55,11 +59,14 @@ class ChildProcess:
         theirs.close()
 
     def _end_child(self) -> str:
-        """Kill the child, if there is one, and what it has started. Returns how it ended, maybe before."""
+        """Kill the child, if there is one, and what it has started. Returns how it ended, maybe
+        before."""
         reason = "unknown reason"
         if self._pid is None:
             return reason
-        with suppress(ProcessLookupError, ChildProcessError):  # somebody else may have waited for it
+        with suppress(
+            ProcessLookupError, ChildProcessError
+        ):  # somebody else may have waited for it
             os.kill(self._pid, signal.SIGTERM)
             code = os.waitstatus_to_exitcode(_wait_for(self._pid))
             reason = f"exit code {code}"
@@ -83,10 +90,13 @@ def _wait_for(guard: int) -> int:
 
 
 def _guard(parent: int, serve: Callable[[], None], close_channel: Callable[[], None]) -> NoReturn:
-    """Start the child, and wait until it or the parent has ended. Then end all that the child has started."""
+    """Start the child, and wait until it or the parent has ended. Then end all that the child has
+    started."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, the kernel would not keep how a child ended
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # ignored, the kernel would not keep how a child ended
     signal.pthread_sigmask(signal.SIG_BLOCK, GUARDED)
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -113,7 +123,8 @@ def _guard(parent: int, serve: Callable[[], None], close_channel: Callable[[], N
 
 
 def _reap(child: int) -> int | None:
-    """Remove the processes that have ended from the system's table. Returns the child's status if it is one of them."""
+    """Remove the processes that have ended from the system's table. Returns the child's status if
+    it is one of them."""
     of_child = None
     with suppress(ChildProcessError):  # there is no process any more
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -123,11 +134,14 @@ def _reap(child: int) -> int | None:
 
 
 def _kill_descendants(child: int) -> int | None:
-    """Kill all processes below this one, also those that they start meanwhile. Returns the child's status if it ended
-    here. That is not always SIGKILL, because the child may have been about to end."""
+    """Kill all processes below this one, also those that they start meanwhile. Returns the child's
+    status if it ended here. That is not always SIGKILL, because the child may have been about to
+    end."""
     status = None
     deadline = time.monotonic() + END_TIMEOUT_S
-    while time.monotonic() < deadline and (descendants := psutil.Process().children(recursive=True)):
+    while time.monotonic() < deadline and (
+        descendants := psutil.Process().children(recursive=True)
+    ):
         for process in descendants:
             with suppress(psutil.Error):
                 process.kill()

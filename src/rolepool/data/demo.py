@@ -1,11 +1,13 @@
-"""The embedded demo: a task, a tokenizer and a small transformer with random weights, created offline on first use.
+"""The embedded demo: a task, a tokenizer and a small transformer with random weights, created
+offline on first use.
 
-The task is next letters: a prompt is a few letters, and the answer is the next letter of each: `c a h b =` asks for
-`d b a c`. The reward is the fraction of correct letters, so that even a random policy earns something it can learn
-from; the best answer that ignores the prompt earns 1 in 8. Validation prompts do not occur in training.
+The task is next letters: a prompt is a few letters, and the answer is the next letter of each: `c a
+h b =` asks for `d b a c`. The reward is the fraction of correct letters, so that even a random
+policy earns something it can learn from; the best answer that ignores the prompt earns 1 in 8.
+Validation prompts do not occur in training.
 
-Owns the folders that it writes. A folder is complete or does not exist. Its content depends only on this file and
-the files in `demo_model`.
+Owns the folders that it writes. A folder is complete or does not exist. Its content depends only on
+this file and the files in `demo_model`.
 """
 
 import itertools
@@ -30,12 +32,14 @@ NUM_LETTERS_PER_PROMPT = 4
 NUM_VAL_PROMPTS = 256
 DATA_SOURCE = "position_match/next_letter"
 MODEL_FILES = Path(__file__).with_name("demo_model")
-"""The config of the models, which learn twice as fast with this initializer_range as with the usual 0.02, and their
-tokenizer: one token for each letter. `?` stands for any other word; it is a normal token, not a special one."""
+"""The config of the models, which learn twice as fast with this initializer_range as with the usual
+0.02, and their tokenizer: one token for each letter. `?` stands for any other word; it is a normal
+token, not a special one."""
 
 
 class Demo:
-    """The paths of the demo's files: model and reward model, each with the tokenizer, and the prompts."""
+    """The paths of the demo's files: model and reward model, each with the tokenizer, and the
+    prompts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,15 +48,20 @@ class Demo:
 
 
 def make_demo(folder: str | os.PathLike[str]) -> Demo:
-    """The demo in this folder. Creates it if it does not exist, in a temporary folder that is then renamed."""
+    """The demo in this folder. Creates it if it does not exist, in a temporary folder that is then
+    renamed."""
     demo = Demo(Path(folder))
     place, marker = demo.folder, demo.folder / DEMO_MARKER
     if marker.exists():
         return demo
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise ConfigError(f"{place}: exists and was not made by rolepool; move it, or name another folder for the demo")
+        raise ConfigError(
+            f"{place}: exists and was not made by rolepool; move it, or name another folder for the demo"
+        )
     place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent) as temporary:
+    with tempfile.TemporaryDirectory(
+        prefix=f".{place.name}.", suffix=".tmp", dir=place.parent
+    ) as temporary:
         new = Demo(Path(temporary) / "new")
         new.folder.mkdir()
         _write(new)
@@ -66,17 +75,25 @@ def make_demo(folder: str | os.PathLike[str]) -> Demo:
 
 def next_letters(letters: str) -> str:
     """The correct answer to letters separated by spaces."""
-    return " ".join(LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)] for letter in letters.split())
+    return " ".join(
+        LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)] for letter in letters.split()
+    )
 
 
 def _write(demo: Demo) -> None:
-    prompts = [" ".join(reversed(letters)) for letters in itertools.product(LETTERS, repeat=NUM_LETTERS_PER_PROMPT)]
+    prompts = [
+        " ".join(reversed(letters))
+        for letters in itertools.product(LETTERS, repeat=NUM_LETTERS_PER_PROMPT)
+    ]
     random.Random(SEED).shuffle(prompts)
     splits = {demo.val_file: prompts[:NUM_VAL_PROMPTS], demo.train_file: prompts[NUM_VAL_PROMPTS:]}
     for file, chosen in splits.items():
         with file.open("w", encoding="utf-8") as lines:
             for index, letters in enumerate(chosen):
-                row: dict[str, Any] = {"data_source": DATA_SOURCE, "prompt": [{"role": "user", "content": letters}]}
+                row: dict[str, Any] = {
+                    "data_source": DATA_SOURCE,
+                    "prompt": [{"role": "user", "content": letters}],
+                }
                 row["reward_model"] = {"style": "rule", "ground_truth": next_letters(letters)}
                 row["extra_info"] = {"split": file.stem, "index": index}
                 lines.write(json.dumps(row) + "\n")
@@ -88,7 +105,9 @@ def _write(demo: Demo) -> None:
 def _write_model(folder: Path, model_class: Any, **more: Any) -> None:
     folder.mkdir()
     for file in MODEL_FILES.iterdir():
-        shutil.copyfile(file, folder / file.name)  # without its permissions, because an installed file may be read-only
+        shutil.copyfile(
+            file, folder / file.name
+        )  # without its permissions, because an installed file may be read-only
     config = LlamaConfig.from_pretrained(folder, **more)
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):  # the caller's random state does not change

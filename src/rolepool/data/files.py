@@ -1,7 +1,7 @@
 """Rows of prompt files: Parquet, JSONL and Hugging Face datasets, and what a row must contain.
 
-Owns the formats, which columns of a row mean what, and a check of all files that needs neither torch nor a tokenizer.
-`find_problems` is called before training imports anything slow.
+Owns the formats, which columns of a row mean what, and a check of all files that needs neither
+torch nor a tokenizer. `find_problems` is called before training imports anything slow.
 """
 
 import json
@@ -45,11 +45,14 @@ def lines_by_kind(problems: Sequence[BadRow], num_rows: int) -> Iterator[str]:
     """One line for each kind of problem: its first row, and in how many of the rows it occurs."""
     first_rows = {problem.kind: problem for problem in reversed(problems)}
     for kind, count in Counter(problem.kind for problem in problems).items():
-        yield f"{first_rows[kind]}" + (f" ({count} of {num_rows} rows have this problem)" if count > 1 else "")
+        yield f"{first_rows[kind]}" + (
+            f" ({count} of {num_rows} rows have this problem)" if count > 1 else ""
+        )
 
 
 def find_problems(config: Config, only_keys: Collection[str] | None = None) -> list[str]:
-    """Problems with files of prompts, the first row of each, and files of reward functions; one line each.
+    """Problems with files of prompts, the first row of each, and files of reward functions; one
+    line each.
 
     `only_keys` are the keys whose files are looked at; None means all.
     """
@@ -124,8 +127,12 @@ _Chat = Annotated[list[_Message], Field(min_length=1), Tag("chat")]
 
 
 class _Row(BaseModel, strict=True):
-    prompt: Annotated[_Text | _Chat, Discriminator(lambda prompt: "text" if isinstance(prompt, str) else "chat")]
-    data_source: Annotated[str, Field(min_length=1)] | None = None  # with a length, pydantic checks the Unicode too
+    prompt: Annotated[
+        _Text | _Chat, Discriminator(lambda prompt: "text" if isinstance(prompt, str) else "chat")
+    ]
+    data_source: Annotated[str, Field(min_length=1)] | None = (
+        None  # with a length, pydantic checks the Unicode too
+    )
     reward_model: dict[str, Any] | None = None
     extra_info: dict[str, Any] | None = None
 
@@ -141,12 +148,14 @@ def missing_column(place: str, row: Row, key: str, config: Config) -> BadRow | N
     name = config.at(key)
     if name is None or name in row:
         return None
-    return BadRow(f"{place}: {key}={name}: there is no such column (columns: {', '.join(row)})", key)
+    return BadRow(
+        f"{place}: {key}={name}: there is no such column (columns: {', '.join(row)})", key
+    )
 
 
 def check_row(place: str, row: Row, source: str, config: Config, needs: Sequence[Need]) -> None:
-    """Raise BadRow if this row cannot be used. `place` is its place in the files, `source` its default data source, and
-    `needs` what functions of the user need."""
+    """Raise BadRow if this row cannot be used. `place` is its place in the files, `source` its
+    default data source, and `needs` what functions of the user need."""
     for key in COLUMN_KEYS:
         problem = missing_column(place, row, key, config)
         if problem is not None:
@@ -157,7 +166,11 @@ def check_row(place: str, row: Row, source: str, config: Config, needs: Sequence
         _Row.model_validate({**row, "prompt": row.get(prompt_key)})
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
-        parts = [prompt_key if part == "prompt" else part for part in found["loc"] if part not in ("text", "chat")]
+        parts = [
+            prompt_key if part == "prompt" else part
+            for part in found["loc"]
+            if part not in ("text", "chat")
+        ]
         kind = ".".join(part for part in (*parts, found["type"]) if isinstance(part, str))
         value = "" if found["type"] == "missing" else f"={show(found['input'])}"
         message = f"{'.'.join(map(str, parts))}{value}: {found['msg']}{_HINTS.get(str(found['loc'][0]), '')} {columns}"
@@ -176,7 +189,9 @@ def check_row(place: str, row: Row, source: str, config: Config, needs: Sequence
         if name in RULES_WITHOUT_TRUTH:
             continue
         if truth is None:
-            raise _without_truth(place, row, config, f"the rule {name} compares it with the response")
+            raise _without_truth(
+                place, row, config, f"the rule {name} compares it with the response"
+            )
         try:
             call_rule(rule, "", truth, used["extra_info"])
         except DataError as error:
@@ -187,13 +202,19 @@ def check_row(place: str, row: Row, source: str, config: Config, needs: Sequence
             continue
         column, reason = lack
         if column == TRUTH:
-            other_fix = f", or write {TRUTH}=None in the parameters of {need.function} if it can do without"
+            other_fix = (
+                f", or write {TRUTH}=None in the parameters of {need.function} if it can do without"
+            )
             raise _without_truth(place, row, config, reason, other_fix)
         fix = f"name the column like that, or give the parameter a default {columns}"
-        raise BadRow(f"{place}: there is no column {column}, and {reason}; {fix}", f"column {column}")
+        raise BadRow(
+            f"{place}: there is no column {column}, and {reason}; {fix}", f"column {column}"
+        )
 
 
-def _without_truth(place: str, row: Row, config: Config, reason: str, other_fix: str = "") -> BadRow:
+def _without_truth(
+    place: str, row: Row, config: Config, reason: str, other_fix: str = ""
+) -> BadRow:
     """The problem of a row that has no ground truth, and what to do about it."""
     answer_key = config.data.answer_key
     has_own = TRUTH in (row.get("reward_model") or {})
@@ -203,22 +224,25 @@ def _without_truth(place: str, row: Row, config: Config, reason: str, other_fix:
     else:
         likely = likely_answer(row, config.data.prompt_key)
         fix = (
-            "set data.answer_key to the column with the answers" if likely is None else f"set data.answer_key={likely}"
+            "set data.answer_key to the column with the answers"
+            if likely is None
+            else f"set data.answer_key={likely}"
         )
         problem = f"{place}: there is no ground truth, and {reason}; {fix}{other_fix}"
     return BadRow(f"{problem} (columns: {', '.join(row)})", TRUTH)
 
 
 def _is_media(name: str, value: Any) -> bool:
-    """Whether a column has images, videos or sounds. They are bytes, or structures with bytes or addresses. A column
-    with a name in the plural is always theirs."""
+    """Whether a column has images, videos or sounds. They are bytes, or structures with bytes or
+    addresses. A column with a name in the plural is always theirs."""
     is_media_name = re.fullmatch(r"(image|video|audio)s?", name) is not None
     is_structure = isinstance(value, bytes | list | dict) or name.endswith("s")
     return is_media_name and is_structure and bool(value)
 
 
 def used_columns(row: Row, source: str, config: Config) -> Row:
-    """The columns that training uses: the prompt, and what rewards need. Other columns become part of extra_info."""
+    """The columns that training uses: the prompt, and what rewards need. Other columns become part
+    of extra_info."""
     data = config.data
     named = (data.prompt_key, data.answer_key, "data_source", "reward_model", "extra_info")
     others = {name: value for name, value in row.items() if name not in named}
@@ -236,14 +260,19 @@ def _with_system_prompt(prompt: Any, system_prompt: str | None) -> Any:
     if system_prompt is None:
         return prompt
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return chat if chat[0]["role"] == "system" else [{"role": "system", "content": system_prompt}, *chat]
+    return (
+        chat
+        if chat[0]["role"] == "system"
+        else [{"role": "system", "content": system_prompt}, *chat]
+    )
 
 
 # --- the formats --------------------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
-    """The rows of a file or a dataset, numbered from 0. `read` returns a row, after its place for error messages."""
+    """The rows of a file or a dataset, numbered from 0. `read` returns a row, after its place for
+    error messages."""
 
     source: str
     num_rows: int
@@ -251,8 +280,8 @@ class Rows(NamedTuple):
 
 
 def _rows_of_lines(file: Path, max_rows: int | None) -> Rows:
-    """The rows of a JSONL file. Only the offset and the number (from 1) of each line are kept. Blank lines are not
-    rows."""
+    """The rows of a JSONL file. Only the offset and the number (from 1) of each line are kept.
+    Blank lines are not rows."""
     starts, numbers, start = array("Q"), array("Q"), 0
     with file.open("rb") as lines:
         for line, text in enumerate(lines, start=1):
@@ -270,22 +299,35 @@ def _rows_of_lines(file: Path, max_rows: int | None) -> Rows:
             text = lines.readline()
         try:
             row = json.loads(text)
-        except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8, or lists in lists without end
-            reason = "is nested too deeply" if isinstance(error, RecursionError) else f"is not JSON: {error}"
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # invalid JSON or UTF-8, or lists in lists without end
+            reason = (
+                "is nested too deeply"
+                if isinstance(error, RecursionError)
+                else f"is not JSON: {error}"
+            )
             raise BadRow(f"{place}: {reason}; write one object per line", "not JSON") from error
         if not isinstance(row, dict):
-            raise BadRow(f"{place}: is a JSON {type(row).__name__}; write one object per line", "not an object")
+            raise BadRow(
+                f"{place}: is a JSON {type(row).__name__}; write one object per line",
+                "not an object",
+            )
         return place, row
 
     return Rows(file.stem, len(starts), read)
 
 
 def _rows_of_table(name: str | Path, source: str, num_rows: int, row: Callable[[int], Row]) -> Rows:
-    return Rows(source, num_rows, lambda number: (f"{name}, row {number} (the first is 0)", row(number)))
+    return Rows(
+        source, num_rows, lambda number: (f"{name}, row {number} (the first is 0)", row(number))
+    )
 
 
 def open_rows(path: str, key: str, max_rows: int | None = None) -> Rows:
-    """The rows of one file or dataset that the config key `key` names, or at most the first `max_rows` of a file."""
+    """The rows of one file or dataset that the config key `key` names, or at most the first
+    `max_rows` of a file."""
     if path.startswith("hf:"):
         return _load_from_hub(path, key)
     if is_generator(path):
@@ -294,36 +336,54 @@ def open_rows(path: str, key: str, max_rows: int | None = None) -> Rows:
     file = Path(path).expanduser()
     if not file.is_file():
         place = f"looked in {file.absolute().parent}"
-        raise ConfigError(f"{key}={path}: is not a local file ({place}); name .parquet or .jsonl files")
+        raise ConfigError(
+            f"{key}={path}: is not a local file ({place}); name .parquet or .jsonl files"
+        )
     if file.suffix not in (".parquet", ".jsonl", ".json"):
-        raise ConfigError(f"{key}={path}: prompts must be .parquet or .jsonl files, not {file.suffix!r}")
+        raise ConfigError(
+            f"{key}={path}: prompts must be .parquet or .jsonl files, not {file.suffix!r}"
+        )
     with explained(f"{key}={path}: cannot be read", "name a readable file", pyarrow.ArrowException):
         if file.suffix != ".parquet":
             return _rows_of_lines(file, max_rows)
         # Not read_table, which reads `year=2024` in a folder's name as a column.
         parquet = pyarrow.parquet.ParquetFile(file, memory_map=True)
         first = islice(parquet.iter_batches(batch_size=max_rows or 1), 1)
-        table = parquet.read() if max_rows is None else pyarrow.Table.from_batches(first, parquet.schema_arrow)
-        return _rows_of_table(file, file.stem, table.num_rows, lambda number: table.slice(number, 1).to_pylist()[0])
+        table = (
+            parquet.read()
+            if max_rows is None
+            else pyarrow.Table.from_batches(first, parquet.schema_arrow)
+        )
+        return _rows_of_table(
+            file, file.stem, table.num_rows, lambda number: table.slice(number, 1).to_pylist()[0]
+        )
 
 
 _HUB_NAME = re.compile(r"hf:([^:]+)(?::([^:\[]+))?:([^:\[]+(?:\[.*\])?)")
 
 
 def _hub_name(path: str, key: str) -> tuple[str, str | None, str]:
-    """Name or folder, subset and split of `hf:NAME:SPLIT` or `hf:NAME:SUBSET:SPLIT`. Raises ConfigError."""
+    """Name or folder, subset and split of `hf:NAME:SPLIT` or `hf:NAME:SUBSET:SPLIT`. Raises
+    ConfigError."""
     if (match := _HUB_NAME.fullmatch(path)) is None:
-        raise ConfigError(f"{key}={path}: write hf:NAME:SPLIT, such as hf:HuggingFaceH4/MATH-500:test")
+        raise ConfigError(
+            f"{key}={path}: write hf:NAME:SPLIT, such as hf:HuggingFaceH4/MATH-500:test"
+        )
     if find_spec("datasets") is None:
-        raise ConfigError(f"{key}={path}: needs the package datasets; run pip install 'rolepool[datasets]'")
+        raise ConfigError(
+            f"{key}={path}: needs the package datasets; run pip install 'rolepool[datasets]'"
+        )
     name, subset, split = match.groups()
     if name.startswith(("/", "~", ".")) and not Path(name).expanduser().is_dir():
-        raise ConfigError(f"{key}={path}: there is no such folder; name a dataset folder or org/name")
+        raise ConfigError(
+            f"{key}={path}: there is no such folder; name a dataset folder or org/name"
+        )
     return name, subset, split
 
 
 def _load_from_hub(path: str, key: str) -> Rows:
-    """A dataset of the hub, or of a folder that contains data files or that `save_to_disk` has written."""
+    """A dataset of the hub, or of a folder that contains data files or that `save_to_disk` has
+    written."""
     name, subset, split = _hub_name(path, key)
     import datasets
     from datasets.exceptions import DatasetsError
@@ -338,5 +398,9 @@ def _load_from_hub(path: str, key: str) -> Rows:
                 raise ValueError(f"it has the splits {', '.join(splits)}")
             loaded = splits[split]
         else:
-            loaded = datasets.load_dataset(str(folder) if folder.is_dir() else name, subset, split=split)
-    return _rows_of_table(path, folder.name if folder.is_dir() else name, len(loaded), loaded.__getitem__)
+            loaded = datasets.load_dataset(
+                str(folder) if folder.is_dir() else name, subset, split=split
+            )
+    return _rows_of_table(
+        path, folder.name if folder.is_dir() else name, len(loaded), loaded.__getitem__
+    )

@@ -1,6 +1,7 @@
 """Data that a Python program gives: files, or rows, which are written to files.
 
-Owns what may be given, where its rows are written, and that nothing is left of a run that did not start.
+Owns what may be given, where its rows are written, and that nothing is left of a run that did not
+start.
 """
 
 import hashlib
@@ -21,10 +22,11 @@ Data = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]
 
 
 class DataFiles:
-    """The data of a run as files. Rows are written to a folder that is named after their content, so that an earlier
-    run keeps its rows.
+    """The data of a run as files. Rows are written to a folder that is named after their content,
+    so that an earlier run keeps its rows.
 
-    If the block ends with an error before the run has started, the files that were written are removed.
+    If the block ends with an error before the run has started, the files that were written are
+    removed.
     """
 
     def __init__(self, config: Config) -> None:
@@ -45,19 +47,28 @@ class DataFiles:
         if isinstance(given, str | Path):
             return [str(given)]
         rows = _rows_of(given)
-        if rows and isinstance(given, list | tuple) and all(isinstance(row, str | Path) for row in rows):
+        if (
+            rows
+            and isinstance(given, list | tuple)
+            and all(isinstance(row, str | Path) for row in rows)
+        ):
             return [str(row) for row in rows]
         text = "".join(f"{_as_json(row, split, number)}\n" for number, row in enumerate(rows, 1))
         digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
         path = self._run_folder / "data" / digest / f"{split}.jsonl"
-        with explained(f"trainer.default_local_dir={self._run_folder}: cannot be written", "name another folder"):
+        with explained(
+            f"trainer.default_local_dir={self._run_folder}: cannot be written",
+            "name another folder",
+        ):
             if not path.exists():
                 self._new_files.append(path)
                 self._new_folders.update(folder for folder in path.parents if not folder.exists())
             path.parent.mkdir(parents=True, exist_ok=True)
             return [str(write_atomically(path, [text]))]
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         with self._cleanup:
             if error is None or self._has_started():
                 return

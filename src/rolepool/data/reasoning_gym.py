@@ -1,8 +1,8 @@
 """Rows from the generators of reasoning-gym, and its verifiers.
 
-A file of prompts may be `reasoning_gym:TASK?name=value&...`, such as `reasoning_gym:chain_sum?max_terms=2&size=1500`.
-Owns what such a name means and the rows of a generator. The package is only imported when a generator is used, because
-that takes seconds.
+A file of prompts may be `reasoning_gym:TASK?name=value&...`, such as
+`reasoning_gym:chain_sum?max_terms=2&size=1500`. Owns what such a name means and the rows of a
+generator. The package is only imported when a generator is used, because that takes seconds.
 """
 
 import difflib
@@ -34,13 +34,15 @@ def is_generator(path: str) -> bool:
 
 
 def open_generator(path: str, key: str) -> Sequence[dict[str, Any]]:
-    """The rows of a generator. Raises ConfigError if it does not exist or refuses its parameters."""
+    """The rows of a generator. Raises ConfigError if it does not exist or refuses its
+    parameters."""
     task, parameters = _parts_of(path, key)
     return _Items(_dataset(f"{key}={path}", task, parameters), task)
 
 
 def check_generator(path: str, key: str) -> None:
-    """Raise ConfigError if the name is not well-formed, or if the package is not installed. Does not import it."""
+    """Raise ConfigError if the name is not well-formed, or if the package is not installed. Does
+    not import it."""
     _parts_of(path, key)
 
 
@@ -55,9 +57,13 @@ def _parts_of(path: str, key: str) -> tuple[str, dict[str, Any]]:
             parameters[name] = yaml.safe_load(text)
     for name in DEFAULTS:
         if type(parameters[name]) is not int or not 0 <= parameters[name] <= MAX_SIZE:
-            raise ConfigError(f"{key}={path}: {name}={show(parameters[name])} must be an integer from 0 to {MAX_SIZE}")
+            raise ConfigError(
+                f"{key}={path}: {name}={show(parameters[name])} must be an integer from 0 to {MAX_SIZE}"
+            )
     if find_spec("reasoning_gym") is None:
-        raise ConfigError(f"{key}={path}: needs the package reasoning-gym; run pip install 'rolepool[reasoning-gym]'")
+        raise ConfigError(
+            f"{key}={path}: needs the package reasoning-gym; run pip install 'rolepool[reasoning-gym]'"
+        )
     return task, parameters
 
 
@@ -67,12 +73,16 @@ def _dataset(setting: str, task: str, parameters: dict[str, Any]) -> Any:
 
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS, n=1)
-        meant = f"did you mean {close[0]}?" if close else f"some are {first_few(sorted(DATASETS), 5)}"
+        meant = (
+            f"did you mean {close[0]}?" if close else f"some are {first_few(sorted(DATASETS), 5)}"
+        )
         raise ConfigError(f"{setting}: reasoning-gym has no task {task}; {meant}")
     known = [field.name for field in fields(DATASETS[task][1])]
     unknown = [name for name in parameters if name not in known]
     if unknown:
-        raise ConfigError(f"{setting}: {task} has no parameter {unknown[0]}; it has {', '.join(known)}")
+        raise ConfigError(
+            f"{setting}: {task} has no parameter {unknown[0]}; it has {', '.join(known)}"
+        )
     # A generator checks its parameters with `assert` or its own errors.
     with explained(f"{setting}: reasoning-gym refuses it", "correct the parameters", Exception):
         return reasoning_gym.create_dataset(task, **parameters)

@@ -1,4 +1,5 @@
-"""When a call of a reward function is tried again: which errors are those of a connection, and how long to wait.
+"""When a call of a reward function is tried again: which errors are those of a connection, and how
+long to wait.
 
 Does not know how calls are made.
 """
@@ -41,8 +42,9 @@ class Retries:
         self._begin_s = self._attempt_s = time.monotonic()
 
     def wait_after(self, outcome: Outcome) -> float | None:
-        """How long to wait before the next attempt; None if there is none. There is one if the call failed at a
-        connection and if another attempt that takes as long would end within the time limit."""
+        """How long to wait before the next attempt; None if there is none. There is one if the call
+        failed at a connection and if another attempt that takes as long would end within the time
+        limit."""
         now_s = time.monotonic()
         wait_s = self._next_wait_s * self._jitter.uniform(0.75, 1.25)
         self._next_wait_s = min(2 * self._next_wait_s, LONGEST_WAIT_S)
@@ -52,7 +54,10 @@ class Retries:
         self._attempt_s = now_s + wait_s
         if not isinstance(outcome, SampleError) or not is_connection_error(outcome.__cause__):
             return None
-        is_last = self._num_attempts > self._keys.retries or next_end_s > self._begin_s + self._keys.timeout_s
+        is_last = (
+            self._num_attempts > self._keys.retries
+            or next_end_s > self._begin_s + self._keys.timeout_s
+        )
         return None if is_last else wait_s
 
     def explained(self, outcome: Outcome) -> Outcome:
@@ -63,20 +68,29 @@ class Retries:
 
 
 def is_connection_error(error: BaseException | None) -> bool:
-    """Whether the same call may succeed later: a connection failed, or a server has answered that it is busy."""
+    """Whether the same call may succeed later: a connection failed, or a server has answered that
+    it is busy."""
     if error is None:
         return False
     status = _status_of(error)
     if status is not None:
         return status in BUSY_STATUS
     kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
-    return isinstance(error, ConnectionError | TimeoutError) or not kinds.isdisjoint(CONNECTION_ERRORS)
+    return isinstance(error, ConnectionError | TimeoutError) or not kinds.isdisjoint(
+        CONNECTION_ERRORS
+    )
 
 
 def _status_of(error: BaseException) -> int | None:
-    """The HTTP status code that an error of a library for HTTP has, under one of the usual names."""
+    """The HTTP status code that an error of a library for HTTP has, under one of the usual
+    names."""
     response = getattr(error, "response", None)
-    for holder, name in ((error, "status_code"), (error, "status"), (error, "code"), (response, "status_code")):
+    for holder, name in (
+        (error, "status_code"),
+        (error, "status"),
+        (error, "code"),
+        (response, "status_code"),
+    ):
         status = getattr(holder, name, None)
         if isinstance(status, int):
             return status

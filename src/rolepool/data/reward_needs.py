@@ -1,7 +1,7 @@
 """What the reward needs of each row: a ground truth, and columns that a function for batches names.
 
-Owns how that is seen in the text of a user's function, which does not run here, and what is said about a row that does
-not have it. What a rule needs is in `rules`.
+Owns how that is seen in the text of a user's function, which does not run here, and what is said
+about a row that does not have it. What a rule needs is in `rules`.
 """
 
 import ast
@@ -46,19 +46,22 @@ class Need(NamedTuple):
 
     function: str
     truth: bool
-    """Whether it uses the ground truth without a look whether it is None, and its parameter for that has no default."""
+    """Whether it uses the ground truth without a look whether it is None, and its parameter for
+    that has no default."""
     columns: tuple[str, ...] = ()
     """The columns that it has parameters for."""
 
 
 def needs_of(config: Config, given: Callable[..., Any] | None = None) -> list[Need]:
-    """What the user's functions need, if they score. `given` is a function of a Python program. A function whose text
-    cannot be read needs nothing."""
+    """What the user's functions need, if they score. `given` is a function of a Python program. A
+    function whose text cannot be read needs nothing."""
     custom, entries = config.custom_reward_function, config.reward.functions
     if config.reward_model.enable or config.environment.name is not None:
         return []
     if given is not None:
-        with suppress(OSError, TypeError, SyntaxError):  # there is no text, as for a function of a C library
+        with suppress(
+            OSError, TypeError, SyntaxError
+        ):  # there is no text, as for a function of a C library
             text = textwrap.dedent(inspect.getsource(given))
             return _needs(text, given.__name__, config, custom.reward_kwargs)
         return []
@@ -73,8 +76,8 @@ def needs_of(config: Config, given: Callable[..., Any] | None = None) -> list[Ne
 
 
 def missing(need: Need, used: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What a row lacks of what a function needs, as the name of the column and the reason; None if it lacks nothing.
-    `used` has the columns that training uses."""
+    """What a row lacks of what a function needs, as the name of the column and the reason; None if
+    it lacks nothing. `used` has the columns that training uses."""
     if need.truth and used["reward_model"].get(TRUTH) is None:
         return TRUTH, f"{need.function} needs it"
     for name in need.columns:
@@ -96,7 +99,8 @@ def likely_answer(row: Mapping[str, Any], prompt_key: str) -> str | None:
 
 
 def _text_of(path: str) -> str:
-    """The text of a file; "" if it cannot be read, which is reported when the file is looked for."""
+    """The text of a file; "" if it cannot be read, which is reported when the file is looked
+    for."""
     with suppress(OSError, ValueError):
         return Path(path).expanduser().read_text(encoding="utf-8", errors="replace")
     return ""
@@ -114,7 +118,9 @@ def _needs(text: str, name: str, config: Config, kwargs: Mapping[str, Any]) -> l
     return []
 
 
-def _need_of(function: ast.FunctionDef | ast.AsyncFunctionDef, config: Config, kwargs: Mapping[str, Any]) -> Need:
+def _need_of(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, config: Config, kwargs: Mapping[str, Any]
+) -> Need:
     named = function.args
     names = [argument.arg for argument in (*named.posonlyargs, *named.args, *named.kwonlyargs)]
     required = [name for name in _required(named) if name not in kwargs]
@@ -133,8 +139,8 @@ def _need_of(function: ast.FunctionDef | ast.AsyncFunctionDef, config: Config, k
 
 
 def _is_asked_for(name: str, function: ast.AST) -> bool:
-    """Whether the function looks whether this argument is None, so that it can do without: `name is None`, `not name`,
-    `if name`, `name or other`."""
+    """Whether the function looks whether this argument is None, so that it can do without: `name is
+    None`, `not name`, `if name`, `name or other`."""
 
     def is_it(node: ast.AST) -> bool:
         return isinstance(node, ast.Name) and node.id == name

@@ -1,8 +1,9 @@
-"""Runs the user's reward functions in child processes, because only another process can be stopped in any state.
+"""Runs the user's reward functions in child processes, because only another process can be stopped
+in any state.
 
-Owns such children, how many calls are made at the same time, the time limit of a call, and what happens to samples that
-fail. Does not know what a function computes. A child is forked and kept, so that it has everything that the function's
-file has loaded.
+Owns such children, how many calls are made at the same time, the time limit of a call, and what
+happens to samples that fail. Does not know what a function computes. A child is forked and kept, so
+that it has everything that the function's file has loaded.
 """
 
 import asyncio
@@ -20,7 +21,15 @@ from rolepool.config.run_keys import CustomRewardFunctionConfig
 from rolepool.data.child_process import ChildProcess
 from rolepool.data.retries import Retries
 from rolepool.data.reward_signatures import Row
-from rolepool.data.rewards import FAILED, Call, Outcome, RewardError, RewardFunction, SampleError, Scored
+from rolepool.data.rewards import (
+    FAILED,
+    Call,
+    Outcome,
+    RewardError,
+    RewardFunction,
+    SampleError,
+    Scored,
+)
 from rolepool.errors import logger
 
 ASYNC_CALLS = 64
@@ -30,13 +39,16 @@ GRACE_S = 5.0
 
 
 class _Scorer(ChildProcess):
-    """A child that makes calls of a reward function: one after another, or some at the same time if it is async."""
+    """A child that makes calls of a reward function: one after another, or some at the same time if
+    it is async."""
 
-    def __init__(self, function: RewardFunction, keys: CustomRewardFunctionConfig, num_at_once: int) -> None:
+    def __init__(
+        self, function: RewardFunction, keys: CustomRewardFunctionConfig, num_at_once: int
+    ) -> None:
         self._function, self._keys, self._num_at_once = function, keys, num_at_once
         self._silence_s = keys.timeout_s + (GRACE_S if function.is_async else 0.0)
-        """Longest time without an outcome. An async function is stopped in the child, without losing its other calls,
-        unless it does not let the child run."""
+        """Longest time without an outcome. An async function is stopped in the child, without
+        losing its other calls, unless it does not let the child run."""
         self._unfinished: dict[int, Call] = {}
         """The calls that the child has got, by number, in the order in which it begins them."""
         self._deadline_s = math.inf
@@ -55,7 +67,9 @@ class _Scorer(ChildProcess):
 
     def begin(self, calls: dict[int, Call]) -> None:
         """Send calls to the child, which has none. A child that has died meanwhile is replaced."""
-        if self._pid is not None and self._channel.poll():  # nothing but the end of the child can be there to read
+        if (
+            self._pid is not None and self._channel.poll()
+        ):  # nothing but the end of the child can be there to read
             self._end_child()
         if self._pid is None:
             self._start_child()
@@ -69,14 +83,16 @@ class _Scorer(ChildProcess):
         self._deadline_s = time.monotonic() + self._silence_s
 
     def receive(self) -> tuple[int, Outcome]:
-        """The next outcome and the number of its call. Raises EOFError or OSError if the child has ended."""
+        """The next outcome and the number of its call. Raises EOFError or OSError if the child has
+        ended."""
         number, outcome = self._channel.recv()
         del self._unfinished[number]
         self._deadline_s = time.monotonic() + self._silence_s
         return number, outcome
 
     def end(self) -> tuple[str, dict[int, Call], dict[int, Call]]:
-        """Stop the child. Returns how it ended, maybe before, the calls that it had begun and the others."""
+        """Stop the child. Returns how it ended, maybe before, the calls that it had begun and the
+        others."""
         calls, self._unfinished = list(self._unfinished.items()), {}
         reason = self._end_child()
         return reason, dict(calls[: self._num_at_once]), dict(calls[self._num_at_once :])
@@ -117,7 +133,9 @@ class _Scorer(ChildProcess):
         except RewardError as error:
             return error
 
-    async def _make_calls(self, calls: list[tuple[int, Call]], send: Callable[[int, Outcome], None]) -> None:
+    async def _make_calls(
+        self, calls: list[tuple[int, Call]], send: Callable[[int, Outcome], None]
+    ) -> None:
         """Make the calls, which begin in this order."""
         waiting = iter(calls)
 
@@ -159,14 +177,16 @@ class _Round:
         self._num_calls = len(calls)
         self._waiting = dict(enumerate(calls))
         self._suspects: dict[int, Call] = {}
-        """Calls of which one has stopped or ended its child. They are repeated, each alone in a child."""
+        """Calls of which one has stopped or ended its child. They are repeated, each alone in a
+        child."""
 
     @property
     def is_over(self) -> bool:
         return len(self.outcomes) == self._num_calls
 
     def next_calls(self, num_children: int) -> dict[int, Call]:
-        """The calls that one of the children gets next, by number; none if others have got them all."""
+        """The calls that one of the children gets next, by number; none if others have got them
+        all."""
         if self._suspects:
             return _take(self._suspects, 1)
         portion = len(self._waiting)
@@ -175,7 +195,8 @@ class _Round:
         return _take(self._waiting, portion)
 
     def take_back(self, begun: dict[int, Call], others: dict[int, Call]) -> dict[int, Call]:
-        """The calls of a child that has ended. Returns the one that has ended it, if it was the only one."""
+        """The calls of a child that has ended. Returns the one that has ended it, if it was the
+        only one."""
         self._waiting = dict(sorted((self._waiting | others).items()))
         if len(begun) == 1:
             return begun
@@ -189,13 +210,16 @@ def _take(calls: dict[int, Call], count: int) -> dict[int, Call]:
 
 
 class ScoringProcesses:
-    """Makes the calls of a reward function in child processes. A child that a call holds up, or that died, is replaced.
+    """Makes the calls of a reward function in child processes. A child that a call holds up, or
+    that died, is replaced.
 
-    `num_at_once` is the number of calls at the same time: in one child if the function is async, or else in as many
-    children. The result does not depend on which call ends first.
+    `num_at_once` is the number of calls at the same time: in one child if the function is async, or
+    else in as many children. The result does not depend on which call ends first.
     """
 
-    def __init__(self, function: RewardFunction, keys: CustomRewardFunctionConfig, num_at_once: int = 1) -> None:
+    def __init__(
+        self, function: RewardFunction, keys: CustomRewardFunctionConfig, num_at_once: int = 1
+    ) -> None:
         self._function, self._keys, self._is_tolerant = function, keys, keys.on_error == "zero"
         num_children, num_in_child = (1, num_at_once) if function.is_async else (num_at_once, 1)
         if function.takes_batches:
@@ -203,7 +227,8 @@ class ScoringProcesses:
         self._children = [_Scorer(function, keys, num_in_child) for _ in range(num_children)]
 
     def score_rows(self, rows: Sequence[Row]) -> list[Scored]:
-        """The scores of a batch. Raises the error of a bad row at once; with on_error=zero, failed rows get score 0."""
+        """The scores of a batch. Raises the error of a bad row at once; with on_error=zero, failed
+        rows get score 0."""
         calls = self._function.calls_for(rows)
         try:
             outcomes = self._outcomes(calls)
@@ -222,11 +247,14 @@ class ScoringProcesses:
                 scored += [row._replace(numbers=row.numbers | failures) for row in outcome]
         if failed:
             what = f"{len(failed)} of {len(rows)} samples failed and got score 0"
-            logger.warning("%s (custom_reward_function.on_error=zero); the first: %s", what, failed[0])
+            logger.warning(
+                "%s (custom_reward_function.on_error=zero); the first: %s", what, failed[0]
+            )
         return scored
 
     def _outcomes(self, calls: Sequence[Call]) -> list[Outcome]:
-        """What each call returned, in the order of the calls. With on_error=abort, the first error is raised."""
+        """What each call returned, in the order of the calls. With on_error=abort, the first error
+        is raised."""
         current = _Round(calls)
         while not current.is_over:
             for child in self._children:
@@ -258,7 +286,9 @@ class ScoringProcesses:
 
     def _store(self, current: _Round, number: int, outcome: Outcome) -> None:
         """Keep the outcome of a call. Raises it if it is an error that ends the run."""
-        if isinstance(outcome, RewardError) and not (self._is_tolerant and isinstance(outcome, SampleError)):
+        if isinstance(outcome, RewardError) and not (
+            self._is_tolerant and isinstance(outcome, SampleError)
+        ):
             raise outcome
         current.outcomes[number] = outcome
 
@@ -270,8 +300,11 @@ class ScoringProcesses:
         return why
 
 
-def calls_at_once(function: RewardFunction, keys: CustomRewardFunctionConfig, rank: int, num_ranks: int) -> int:
-    """How many calls this one of the reward processes makes at the same time: its share of `max_concurrency`."""
+def calls_at_once(
+    function: RewardFunction, keys: CustomRewardFunctionConfig, rank: int, num_ranks: int
+) -> int:
+    """How many calls this one of the reward processes makes at the same time: its share of
+    `max_concurrency`."""
     num_calls = keys.max_concurrency
     if num_calls is None:
         num_calls = ASYNC_CALLS if function.is_async else num_ranks
@@ -284,7 +317,8 @@ def _too_slow(keys: CustomRewardFunctionConfig) -> str:
 
 
 def _ready(children: Sequence[_Scorer]) -> list[_Scorer]:
-    """The children that have sent something or ended. Waits for one, or until one has taken too long."""
+    """The children that have sent something or ended. Waits for one, or until one has taken too
+    long."""
     arrival = select.poll()  # much faster than the poll of a channel
     for child in children:
         arrival.register(child, select.POLLIN)

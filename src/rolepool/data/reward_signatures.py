@@ -1,7 +1,8 @@
 """How a reward function is called: with one response or with lists of a whole batch.
 
-Owns how the kind of a function follows from its parameters, what the arguments of each kind are, and what is said about
-a function that cannot be called like that. Does not know processes or scores.
+Owns how the kind of a function follows from its parameters, what the arguments of each kind are,
+and what is said about a function that cannot be called like that. Does not know processes or
+scores.
 """
 
 import inspect
@@ -28,18 +29,24 @@ class Row(NamedTuple):
 
 
 class Style(Enum):
-    """With which arguments a function is called. The names of its parameters say which style it has."""
+    """With which arguments a function is called. The names of its parameters say which style it
+    has."""
 
     RESPONSE = "f(data_source, solution_str, ground_truth, extra_info=None)"
     """One response; returns its score."""
     COMPLETIONS = "f(prompts, completions, **kwargs)"
-    """All responses of a batch, with each column of the data as a list, as functions for TRL are written; returns a
-    list of scores. A response is a text, or a list with one message if the prompt is a chat."""
+    """All responses of a batch, with each column of the data as a list, as functions for TRL are
+    written; returns a list of scores. A response is a text, or a list with one message if the
+    prompt is a chat."""
     SOLUTION_STRS = "f(data_sources, solution_strs, ground_truths, extra_infos)"
-    """All responses of a batch, as functions for verl's batch manager are written; returns a list of scores."""
+    """All responses of a batch, as functions for verl's batch manager are written; returns a list
+    of scores."""
 
 
-OWN_LISTS = {Style.COMPLETIONS: ("prompts", "completions"), Style.SOLUTION_STRS: tuple(f"{name}s" for name in INPUTS)}
+OWN_LISTS = {
+    Style.COMPLETIONS: ("prompts", "completions"),
+    Style.SOLUTION_STRS: tuple(f"{name}s" for name in INPUTS),
+}
 """The arguments that every call of a function for batches has."""
 
 
@@ -49,8 +56,8 @@ def style_of(function: Callable[..., Any]) -> Style:
 
 
 def style_of_names(names: Collection[str]) -> Style:
-    """How a function with these parameters wants to be called. It takes whole batches if one of them has a name of a
-    list."""
+    """How a function with these parameters wants to be called. It takes whole batches if one of
+    them has a name of a list."""
     if "completions" in names or "prompts" in names:
         return Style.COMPLETIONS
     if "solution_strs" in names:
@@ -59,11 +66,16 @@ def style_of_names(names: Collection[str]) -> Style:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether the function is written with `async def`. It may also be an object with such a method `__call__`."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    """Whether the function is written with `async def`. It may also be an object with such a method
+    `__call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )
 
 
-def arguments_of(style: Style, rows: Sequence[Row], answer_key: str | None = None) -> dict[str, Any]:
+def arguments_of(
+    style: Style, rows: Sequence[Row], answer_key: str | None = None
+) -> dict[str, Any]:
     """The arguments of one call. `answer_key` is the name of the column with the ground truth."""
     if style is Style.RESPONSE:
         (row,) = rows
@@ -74,7 +86,9 @@ def arguments_of(style: Style, rows: Sequence[Row], answer_key: str | None = Non
     return _with_columns(rows, lists, answer_key)
 
 
-def _with_columns(rows: Sequence[Row], lists: dict[str, list[Any]], answer_key: str | None) -> dict[str, Any]:
+def _with_columns(
+    rows: Sequence[Row], lists: dict[str, list[Any]], answer_key: str | None
+) -> dict[str, Any]:
     """The arguments of style COMPLETIONS. A column that some rows do not have has None there."""
     own = {
         "prompts": [row.prompt for row in rows],
@@ -96,9 +110,12 @@ def _completion(row: Row) -> Any:
     return text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
 
 
-def check_signature(function: Callable[..., Any], name: str, setting: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the function cannot be called in its style with these further arguments, which the key
-    `custom_reward_function.reward_kwargs` sets. `setting` is the key of the function and its value."""
+def check_signature(
+    function: Callable[..., Any], name: str, setting: str, kwargs: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError if the function cannot be called in its style with these further arguments,
+    which the key `custom_reward_function.reward_kwargs` sets. `setting` is the key of the function
+    and its value."""
     if not _has_signature(function):  # builtins and C functions
         return
     parameters, style = _parameters(function), style_of(function)
@@ -119,13 +136,18 @@ def check_signature(function: Callable[..., Any], name: str, setting: str, kwarg
         extra = ", ".join(missing) or "the columns of the data"
         fix = f"add **kwargs to its parameters, because it is called as {call}"
         raise ConfigError(f"{setting}: {name} does not take {extra}; {fix}")
-    if style is Style.COMPLETIONS:  # a further parameter is a column, which is looked for in the rows
+    if (
+        style is Style.COMPLETIONS
+    ):  # a further parameter is a column, which is looked for in the rows
         return
     for parameter in required_parameters(function):
         if parameter not in always and parameter not in kwargs:
             fix = f"give {parameter} a default, or set custom_reward_function.reward_kwargs.{parameter}"
-            raise ConfigError(f"{setting}: {name} needs {parameter}, but it is called as {call}; {fix}")
-    # Signature.bind does not tell: Python 3.13 puts such an argument into **kwargs, which a call does not do.
+            raise ConfigError(
+                f"{setting}: {name} needs {parameter}, but it is called as {call}; {fix}"
+            )
+    # Signature.bind does not tell: Python 3.13 puts such an argument into **kwargs, which a call
+    # does not do.
     for argument, declared in parameters.items():
         has_no_keyword = declared.kind is declared.POSITIONAL_ONLY
         if has_no_keyword and (declared.default is declared.empty or not takes_all):

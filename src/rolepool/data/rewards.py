@@ -1,7 +1,7 @@
 """Rewards from functions: their outputs, and the weighted sum of several.
 
-Owns the inputs and outputs of such a function and the wording of its errors. Imports no torch. How a function is called
-is in `reward_signatures`, and how it is loaded in `reward_functions`.
+Owns the inputs and outputs of such a function and the wording of its errors. Imports no torch. How
+a function is called is in `reward_signatures`, and how it is loaded in `reward_functions`.
 
 Does not know tokens: its input is the text of the responses.
 """
@@ -21,9 +21,11 @@ from rolepool.errors import RolepoolError
 SCORED_COLUMNS = ("data_source", "reward_model", "extra_info", "origin", "uid", "raw_prompt")
 """The columns that `score_batch` reads."""
 NUMBERS, PRED = "reward_numbers", "pred"
-"""The columns of scored rows with the other numbers of each response, as a dict, and with its answer or None."""
+"""The columns of scored rows with the other numbers of each response, as a dict, and with its
+answer or None."""
 FAILED = "failed"
-"""The number of a response that says whether a function failed for it, which `on_error=zero` allows."""
+"""The number of a response that says whether a function failed for it, which `on_error=zero`
+allows."""
 SHOWN_CHARACTERS = 200
 """How much of a response an error message shows."""
 
@@ -33,7 +35,8 @@ class RewardError(RolepoolError):
 
 
 class SampleError(RewardError):
-    """A reward function raised an error on a row, or was too slow. `on_error=zero` gives such a row score 0."""
+    """A reward function raised an error on a row, or was too slow. `on_error=zero` gives such a row
+    score 0."""
 
 
 class Scored(NamedTuple):
@@ -43,7 +46,8 @@ class Scored(NamedTuple):
     """NaN if one of several functions does not score this response."""
     numbers: dict[str, float]
     pred: str | None = None
-    """The answer in the response, for majority votes in validation; None if the function does not return it."""
+    """The answer in the response, for majority votes in validation; None if the function does not
+    return it."""
 
 
 # --- one function, and the sum of several -------------------------------------------------------------------------
@@ -62,7 +66,8 @@ Outcome = list[Scored] | RewardError
 
 
 class RewardFunction:
-    """One function: a built-in rule, or a function of the user, which is called as its style says."""
+    """One function: a built-in rule, or a function of the user, which is called as its style
+    says."""
 
     def __init__(
         self,
@@ -75,8 +80,8 @@ class RewardFunction:
         self._function, self._file, self._answer_key = function, file, answer_key
         self._may_leave_out = is_one_of_several and style_of(function) is not Style.RESPONSE
         self.name, self.is_users = name, file is not None
-        """Its name in error messages, which includes the key and the file of a user's function, and whether it runs
-        code of the user."""
+        """Its name in error messages, which includes the key and the file of a user's function, and
+        whether it runs code of the user."""
         self.style, self.is_async = style_of(function), is_async(function)
 
     @property
@@ -94,7 +99,8 @@ class RewardFunction:
         return [[row] for row in rows]
 
     def score_rows(self, rows: Sequence[Row]) -> list[Scored]:
-        """The scores of the rows, one call after another, in this process. Not for async functions."""
+        """The scores of the rows, one call after another, in this process. Not for async
+        functions."""
         return [scored for call in self.calls_for(rows) for scored in self.score_call(call)]
 
     def score_call(self, call: Call) -> list[Scored]:
@@ -108,7 +114,9 @@ class RewardFunction:
     async def score_call_async(self, call: Call) -> list[Scored]:
         """The same for an async function. It can be cancelled."""
         try:
-            pending: Awaitable[Any] = self._function(**arguments_of(self.style, call, self._answer_key))
+            pending: Awaitable[Any] = self._function(
+                **arguments_of(self.style, call, self._answer_key)
+            )
             result = await pending
         except CancelledError:
             raise
@@ -179,11 +187,13 @@ class WeightedRewards:
         return [self._sum(of_row, row) for of_row, row in zip(of_rows, rows, strict=True)]
 
     def _sum(self, of_row: Sequence[Scored], row: Row) -> Scored:
-        """The sum for one response; 0 if a function failed for it. Other numbers of a function are logged below its
-        name. The answer is that of the first function that returns one."""
+        """The sum for one response; 0 if a function failed for it. Other numbers of a function are
+        logged below its name. The answer is that of the first function that returns one."""
         if all(math.isnan(scored.score) for scored in of_row):
             fix = "one of them must return a number"
-            raise RewardError(f"reward.functions: all functions returned None, for {row.name}; {fix}")
+            raise RewardError(
+                f"reward.functions: all functions returned None, for {row.name}; {fix}"
+            )
         total, numbers, pred = 0.0, dict[str, float](), None
         failures = [scored.numbers[FAILED] for scored in of_row if FAILED in scored.numbers]
         if any(failures):
@@ -201,19 +211,24 @@ class WeightedRewards:
         return Scored(total, numbers, pred)
 
 
-def score_batch(reward: Reward, columns: Mapping[str, Iterable[Any]], responses: Sequence[str]) -> list[Scored]:
+def score_batch(
+    reward: Reward, columns: Mapping[str, Iterable[Any]], responses: Sequence[str]
+) -> list[Scored]:
     """The scores of the responses to a batch, which has the columns of `prompts.batch_of`."""
     rows: list[Row] = []
     named = (columns[name] for name in SCORED_COLUMNS)
-    for response, data_source, reward_model, extra_info, origin, uid, prompt in zip(responses, *named, strict=True):
+    for response, data_source, reward_model, extra_info, origin, uid, prompt in zip(
+        responses, *named, strict=True
+    ):
         inputs = (data_source, response, reward_model.get("ground_truth"), extra_info)
         rows.append(Row(f"{origin} (uid {uid})", dict(zip(INPUTS, inputs, strict=True)), prompt))
     return reward.score_rows(rows)
 
 
 def with_overlong_penalty(scored: Scored, num_tokens: int, keys: RewardKwargsConfig) -> Scored:
-    """The score with DAPO's penalty, a negative number, for a response with this number of tokens. It grows linearly
-    over the last `len` tokens before `max_resp_len`, up to `penalty_factor`, and further after that."""
+    """The score with DAPO's penalty, a negative number, for a response with this number of tokens.
+    It grows linearly over the last `len` tokens before `max_resp_len`, up to `penalty_factor`, and
+    further after that."""
     buffer = keys.overlong_buffer_cfg
     num_free_tokens = keys.max_resp_len - buffer.len
     penalty = min((num_free_tokens - num_tokens) / buffer.len * buffer.penalty_factor, 0.0)
@@ -222,22 +237,28 @@ def with_overlong_penalty(scored: Scored, num_tokens: int, keys: RewardKwargsCon
 
 
 def _as_list(result: Any, num_rows: int) -> list[Any]:
-    """The scores that a function for batches returned. Raises TypeError if it is not one for each row."""
+    """The scores that a function for batches returned. Raises TypeError if it is not one for each
+    row."""
     values = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(values, list | tuple):
-        raise TypeError(f"returned {type(result).__name__}, not a list with a score for each response")
+        raise TypeError(
+            f"returned {type(result).__name__}, not a list with a score for each response"
+        )
     if len(values) != num_rows:
         raise TypeError(f"returned {len(values)} scores for {num_rows} responses")
     return list(values)
 
 
 def _as_scored(result: Any) -> Scored:
-    """The score, the other numbers, and `pred`; other entries of a dict that are not numbers are not logged."""
+    """The score, the other numbers, and `pred`; other entries of a dict that are not numbers are
+    not logged."""
     if not isinstance(result, Mapping):
         return Scored(_as_number("the score", result), {})
     if "score" not in result:
         raise ValueError(f"returned a dict without 'score'; it has {', '.join(map(str, result))}")
-    logged = {str(key): value for key, value in result.items() if key == "score" or _is_number(value)}
+    logged = {
+        str(key): value for key, value in result.items() if key == "score" or _is_number(value)
+    }
     numbers = {key: _as_number(key, value) for key, value in logged.items()}
     pred = numbers.get("pred", result.get("pred"))
     return Scored(numbers.pop("score"), numbers, None if pred is None else str(pred))
@@ -245,7 +266,9 @@ def _as_scored(result: Any) -> Scored:
 
 def _is_number(value: Any) -> bool:
     """Also true for scalars of numpy and torch, which have no dimensions."""
-    return isinstance(value, Real) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str))
+    return isinstance(value, Real) or (
+        getattr(value, "ndim", None) == 0 and not isinstance(value, str)
+    )
 
 
 def _as_number(name: str, value: Any) -> float:

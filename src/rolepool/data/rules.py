@@ -1,7 +1,7 @@
 """Built-in reward rules, and which rule scores which data source.
 
-Owns how an answer is found in a response and compared with the ground truth. Imports no torch, so that a ground truth
-that a rule cannot read is reported before training starts.
+Owns how an answer is found in a response and compared with the ground truth. Imports no torch, so
+that a ground truth that a rule cannot read is reported before training starts.
 """
 
 import re
@@ -39,13 +39,15 @@ _TABLES = read_table(Path(__file__).with_suffix(".yaml"), Tables)
 
 
 def exact_match(solution_str: str, ground_truth: Any) -> float:
-    """1 if the response is the ground truth, or is in the list of ground truths; surrounding white space is ignored."""
+    """1 if the response is the ground truth, or is in the list of ground truths; surrounding white
+    space is ignored."""
     accepted = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     return float(solution_str.strip() in [str(answer).strip() for answer in accepted])
 
 
 def position_match(solution_str: str, ground_truth: Any) -> float:
-    """The fraction of words that are correct and in the correct place; missing and extra words count as wrong."""
+    """The fraction of words that are correct and in the correct place; missing and extra words
+    count as wrong."""
     given, wanted = solution_str.split(), str(ground_truth).split()
     num_right = sum(a == b for a, b in zip(given, wanted, strict=False))
     return num_right / max(len(given), len(wanted), 1)
@@ -58,27 +60,34 @@ _FLEXIBLE_ANSWER = re.compile(r"####\s*([-+]?[$€£¥]?[-+]?(?:\d[\d,]*(?:\.\d+
 
 
 def gsm8k(solution_str: str, ground_truth: Any) -> float:
-    """1 if the text after the last `#### ` is the ground truth, as in verl: `72.` is not `72`; commas are removed.
+    """1 if the text after the last `#### ` is the ground truth, as in verl: `72.` is not `72`;
+    commas are removed.
 
     The ground truth may also be a solution that ends with `#### 72`, as in the original dataset.
     """
     wanted = strict_answer(str(ground_truth)) or str(ground_truth)
     if not re.fullmatch(r"-?[0-9.]+", wanted):
-        raise DataError(f"the ground truth is {ground_truth!r}; the rule gsm8k needs a number without commas")
+        raise DataError(
+            f"the ground truth is {ground_truth!r}; the rule gsm8k needs a number without commas"
+        )
     return float(strict_answer(solution_str[-_TAIL_CHARACTERS:]) == wanted)
 
 
 def strict_answer(text: str) -> str | None:
-    """What follows the last `#### ` (with one space) and looks like a number; None if nothing does."""
+    """What follows the last `#### ` (with one space) and looks like a number; None if nothing
+    does."""
     found = _STRICT_ANSWER.findall(text)
     return found[-1].replace(",", "") if found else None
 
 
 def gsm8k_flexible(solution_str: str, ground_truth: Any) -> float:
-    """1 if the last number after `####` has the same value as the ground truth; currency signs are ignored."""
+    """1 if the last number after `####` has the same value as the ground truth; currency signs are
+    ignored."""
     wanted = _as_decimal(strict_answer(str(ground_truth)) or str(ground_truth))
     if wanted is None:
-        raise DataError(f"the ground truth is {ground_truth!r}; the rule gsm8k_flexible needs a number")
+        raise DataError(
+            f"the ground truth is {ground_truth!r}; the rule gsm8k_flexible needs a number"
+        )
     found = _FLEXIBLE_ANSWER.findall(solution_str[-_TAIL_CHARACTERS:])
     return float(bool(found) and _as_decimal(found[-1]) == wanted)
 
@@ -97,7 +106,8 @@ _THOUSANDS = re.compile(r"-?\d{1,3}(?:(?:,|\{,\})\d{3})+(?:\.\d+)?")
 
 
 def normalize_latex(answer: str) -> str:
-    """One spelling for answers that mean the same: `\\dfrac 12`, `1/2` and `$\\frac{1}{2}$`; `5 cm.` and `5`."""
+    """One spelling for answers that mean the same: `\\dfrac 12`, `1/2` and `$\\frac{1}{2}$`; `5
+    cm.` and `5`."""
     for pattern, replacement in _TABLES.same_meaning:
         answer = re.sub(pattern, replacement, answer)
     return re.sub(r"[{},]", "", answer) if _THOUSANDS.fullmatch(answer) else answer
@@ -115,7 +125,8 @@ def boxed_answer(text: str) -> str | None:
 
 
 def math_boxed(solution_str: str, ground_truth: Any) -> float:
-    """1 if the last boxed answer means the same as the ground truth; uses the package math-verify if it is installed.
+    """1 if the last boxed answer means the same as the ground truth; uses the package math-verify
+    if it is installed.
 
     The ground truth may also be a solution that contains a boxed answer.
     """
@@ -131,8 +142,8 @@ def math_boxed(solution_str: str, ground_truth: Any) -> float:
 
 
 def math_dapo(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
-    """1 or -1, as DAPO scores AIME: the text after the last `Answer:` is compared; it may be boxed. `acc` is 1 or 0,
-    and `pred` is the answer."""
+    """1 or -1, as DAPO scores AIME: the text after the last `Answer:` is compared; it may be boxed.
+    `acc` is 1 or 0, and `pred` is the answer."""
     wanted = _expected(ground_truth, "math_dapo")
     found = re.findall(r"answer\s*:\s*([^\n]+)", solution_str[-_TAIL_CHARACTERS:], re.IGNORECASE)
     answer = normalize_latex((boxed_answer(found[-1]) or found[-1]) if found else "")
@@ -143,19 +154,21 @@ def math_dapo(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
 def _expected(ground_truth: Any, rule: str) -> str:
     text = boxed_answer(str(ground_truth)) or str(ground_truth)
     if isinstance(ground_truth, list | dict) or not normalize_latex(text):
-        raise DataError(f"the ground truth is {ground_truth!r}; the rule {rule} needs text or a number")
+        raise DataError(
+            f"the ground truth is {ground_truth!r}; the rule {rule} needs text or a number"
+        )
     return text
 
 
 _HAS_MATH_VERIFY = find_spec("math_verify") is not None
 _EXPENSIVE = re.compile(r"\^\{[^{}]*\^|\^\{?-?\d{3,}|\d{30,}|!|\\binom|.{200,}", re.DOTALL)
-"""Towers of powers, long numbers, factorials: math-verify would compute them, and its time limit needs the main thread,
-in which worker processes do not run."""
+"""Towers of powers, long numbers, factorials: math-verify would compute them, and its time limit
+needs the main thread, in which worker processes do not run."""
 
 
 def _verified(answer: str, wanted: str) -> bool:
-    """Whether math-verify is installed and finds that both answers are equal. It is not asked if that might take
-    long."""
+    """Whether math-verify is installed and finds that both answers are equal. It is not asked if
+    that might take long."""
     if not _HAS_MATH_VERIFY or _EXPENSIVE.search(answer):
         return False
     package = import_module("math_verify")  # not before it is needed, because it is slow
@@ -165,7 +178,9 @@ def _verified(answer: str, wanted: str) -> bool:
 
 # --- answers of chat models ---------------------------------------------------------------------------------------
 
-_NUMBER = re.compile(r"(?<![\w.])[-+]?[$€£¥]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])[-+]?\.\d+")
+_NUMBER = re.compile(
+    r"(?<![\w.])[-+]?[$€£¥]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])[-+]?\.\d+"
+)
 _FORMAT_TAG = re.compile(r"</?(?:think|answer)>")
 
 
@@ -176,7 +191,9 @@ def last_number(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
     """
     wanted = _as_decimal(strict_answer(str(ground_truth)) or str(ground_truth))
     if wanted is None:
-        raise DataError(f"the ground truth is {ground_truth!r}; the rule last_number needs a number")
+        raise DataError(
+            f"the ground truth is {ground_truth!r}; the rule last_number needs a number"
+        )
     answer = last_number_in(solution_str)
     return _graded(answer, _as_decimal(answer) == wanted)
 
@@ -188,9 +205,11 @@ def last_number_in(text: str) -> str:
 
 
 def last_box(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
-    """1 if the last boxed answer is the ground truth, as a text or as a number. `pred` is the answer.
+    """1 if the last boxed answer is the ground truth, as a text or as a number. `pred` is the
+    answer.
 
-    The ground truth may also be a solution with a boxed answer or with `#### 72`, or a list of accepted answers.
+    The ground truth may also be a solution with a boxed answer or with `#### 72`, or a list of
+    accepted answers.
     """
     accepted = _accepted(ground_truth, "boxed")
     answer = boxed_answer(solution_str) or ""
@@ -213,9 +232,12 @@ def tagged_answer(text: str) -> str | None:
 
 
 def think_format(solution_str: str, ground_truth: Any = None) -> float:
-    """1 if the response is `<think>...</think>` and then `<answer>...</answer>` with some text, each once, and nothing
-    else. The first tag may be missing, because some chat templates write it before the response."""
-    thoughts, end_of_thoughts, rest = solution_str.strip().removeprefix("<think>").partition("</think>")
+    """1 if the response is `<think>...</think>` and then `<answer>...</answer>` with some text,
+    each once, and nothing else. The first tag may be missing, because some chat templates write it
+    before the response."""
+    thoughts, end_of_thoughts, rest = (
+        solution_str.strip().removeprefix("<think>").partition("</think>")
+    )
     tagged = rest.strip()
     if not end_of_thoughts or not (tagged.startswith("<answer>") and tagged.endswith("</answer>")):
         return 0.0
@@ -231,30 +253,45 @@ def _graded(answer: str, is_right: bool) -> dict[str, float | str]:
 def _accepted(ground_truth: Any, rule: str) -> list[str]:
     """The accepted answers. Raises DataError if there is none."""
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    texts = [boxed_answer(str(truth)) or strict_answer(str(truth)) or str(truth) for truth in truths]
-    if not texts or not all(text.strip() for text in texts) or any(isinstance(truth, dict) for truth in truths):
-        raise DataError(f"the ground truth is {ground_truth!r}; the rule {rule} needs text or a number")
+    texts = [
+        boxed_answer(str(truth)) or strict_answer(str(truth)) or str(truth) for truth in truths
+    ]
+    if (
+        not texts
+        or not all(text.strip() for text in texts)
+        or any(isinstance(truth, dict) for truth in truths)
+    ):
+        raise DataError(
+            f"the ground truth is {ground_truth!r}; the rule {rule} needs text or a number"
+        )
     return texts
 
 
 def _is_same(answer: str, wanted: str) -> bool:
-    """Whether two answers are equal as numbers or as texts. Case, white space and spellings in LaTeX do not matter."""
+    """Whether two answers are equal as numbers or as texts. Case, white space and spellings in
+    LaTeX do not matter."""
     number = _as_decimal(answer)
     if number is not None and number == _as_decimal(wanted):
         return True
     texts = {" ".join(text.casefold().split()) for text in (answer, wanted)}
-    return len(texts) == 1 or (bool(answer.strip()) and normalize_latex(answer) == normalize_latex(wanted))
+    return len(texts) == 1 or (
+        bool(answer.strip()) and normalize_latex(answer) == normalize_latex(wanted)
+    )
 
 
 def reasoning_gym(
     solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, float | str]:
-    """The score that the verifier of a task of reasoning-gym gives to the answer, from 0 to 1. `pred` is the answer.
+    """The score that the verifier of a task of reasoning-gym gives to the answer, from 0 to 1.
+    `pred` is the answer.
 
-    Verifiers expect the answer alone: what is between the last `<answer>` tags, or else the last number if the ground
-    truth is a number, or else the whole response.
+    Verifiers expect the answer alone: what is between the last `<answer>` tags, or else the last
+    number if the ground truth is a number, or else the whole response.
     """
-    from rolepool.data.reasoning_gym import ENTRY, verify  # not before it is needed, because the package is slow
+    from rolepool.data.reasoning_gym import (
+        ENTRY,
+        verify,
+    )  # not before it is needed, because the package is slow
 
     entry = (extra_info or {}).get(ENTRY)
     if not isinstance(entry, dict):
@@ -268,9 +305,18 @@ def reasoning_gym(
 
 # --- which rule scores a row --------------------------------------------------------------------------------------
 
-RULES: dict[str, Rule] = {"exact_match": exact_match, "position_match": position_match, "gsm8k": gsm8k}
+RULES: dict[str, Rule] = {
+    "exact_match": exact_match,
+    "position_match": position_match,
+    "gsm8k": gsm8k,
+}
 RULES |= {"gsm8k_flexible": gsm8k_flexible, "math": math_boxed, "math_dapo": math_dapo}
-RULES |= {"last_number": last_number, "boxed": last_box, "answer_tag": answer_tag, "format": think_format}
+RULES |= {
+    "last_number": last_number,
+    "boxed": last_box,
+    "answer_tag": answer_tag,
+    "format": think_format,
+}
 RULES |= {"reasoning_gym": reasoning_gym}
 RULES_WITH_EXTRA = (reasoning_gym,)
 """The rules that need more than the ground truth."""
@@ -279,7 +325,8 @@ RULES_WITHOUT_TRUTH = ("format",)
 
 
 def rule_for(data_source: str) -> Rule:
-    """The rule for a data source. `exact_match/my_set` uses `exact_match`; its scores are reported separately."""
+    """The rule for a data source. `exact_match/my_set` uses `exact_match`; its scores are reported
+    separately."""
     rule = RULES.get(_TABLES.datasets.get(data_source, data_source.split("/")[0]))
     if rule is None and data_source.split("/")[-1].lower().startswith("aime"):
         rule = math_dapo
@@ -289,7 +336,9 @@ def rule_for(data_source: str) -> Rule:
     return rule
 
 
-def call_rule(rule: Rule, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None) -> Score:
+def call_rule(
+    rule: Rule, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None
+) -> Score:
     """The score of a response. Raises DataError if the rule cannot use the row."""
     if rule in RULES_WITH_EXTRA:
         return rule(solution_str, ground_truth, extra_info)
@@ -297,9 +346,13 @@ def call_rule(rule: Rule, solution_str: str, ground_truth: Any, extra_info: dict
 
 
 def rules_for(config: Config, data_source: str) -> dict[str, Rule]:
-    """The rules that score rows of this data source, by name; none if only a model, an environment or the user's code
-    does."""
-    if config.reward_model.enable or config.custom_reward_function.path is not None or config.environment.name:
+    """The rules that score rows of this data source, by name; none if only a model, an environment
+    or the user's code does."""
+    if (
+        config.reward_model.enable
+        or config.custom_reward_function.path is not None
+        or config.environment.name
+    ):
         return {}
     if config.reward.functions:
         names = [entry.function for entry in config.reward.functions]

@@ -1,8 +1,10 @@
-"""The tools of an environment: which methods of the user's class they are, and calling them in processes of their own.
+"""The tools of an environment: which methods of the user's class they are, and calling them in
+processes of their own.
 
-Owns the processes, with their limits of time and memory, and what the caller gets if a tool fails. A process runs any
-tool of any conversation, because the state of an environment travels with each call. So a process that is stopped
-takes nothing with it, and what a tool has changed before it failed is undone. Does not know tokens.
+Owns the processes, with their limits of time and memory, and what the caller gets if a tool fails.
+A process runs any tool of any conversation, because the state of an environment travels with each
+call. So a process that is stopped takes nothing with it, and what a tool has changed before it
+failed is undone. Does not know tokens.
 """
 
 import asyncio
@@ -34,12 +36,17 @@ class Outcome(NamedTuple):
 
 def tools_of(environment: Any) -> list[str]:
     """The names of the tools of a class: its other public methods. A function has none."""
-    methods = inspect.getmembers(environment, inspect.isfunction) if inspect.isclass(environment) else []
-    return [name for name, _ in methods if not name.startswith("_") and name not in (RESET, GET_REWARD)]
+    methods = (
+        inspect.getmembers(environment, inspect.isfunction) if inspect.isclass(environment) else []
+    )
+    return [
+        name for name, _ in methods if not name.startswith("_") and name not in (RESET, GET_REWARD)
+    ]
 
 
 def template_options(config: Config) -> dict[str, Any]:
-    """The options of the chat template for prompts: those of the config, and the schemas of the environment's tools."""
+    """The options of the chat template for prompts: those of the config, and the schemas of the
+    environment's tools."""
     environment = import_environment(config.environment.path, config.environment.name)
     options, schemas = dict(config.data.apply_chat_template_kwargs), []
     for name in tools_of(environment):
@@ -50,8 +57,11 @@ def template_options(config: Config) -> dict[str, Any]:
     return {**options, "tools": schemas} if schemas else options
 
 
-def call_method(environment: type, state: bytes | None, name: str, arguments: dict[str, Any]) -> tuple[Any, bytes]:
-    """Call a method of an instance with this state, or of a new one. Returns the result and the new state."""
+def call_method(
+    environment: type, state: bytes | None, name: str, arguments: dict[str, Any]
+) -> tuple[Any, bytes]:
+    """Call a method of an instance with this state, or of a new one. Returns the result and the new
+    state."""
     instance = environment() if state is None else pickle.loads(state)  # noqa: S301  from our own process
     result = getattr(instance, name)(**arguments)
     try:
@@ -62,7 +72,8 @@ def call_method(environment: type, state: bytes | None, name: str, arguments: di
 
 
 class ToolProcess(ChildProcess):
-    """A child that runs one function at a time. A child that a function holds up, or that died, is replaced."""
+    """A child that runs one function at a time. A child that a function holds up, or that died, is
+    replaced."""
 
     def __init__(self, keys: EnvironmentConfig) -> None:
         self._timeout_s, self._memory_bytes = keys.timeout_s, int(keys.memory_gb * 2**30)

@@ -1,8 +1,9 @@
-"""What a run writes: the run folder, and the loggers of `trainer.logger` (TensorBoard, Weights & Biases, MLflow).
+"""What a run writes: the run folder, and the loggers of `trainer.logger` (TensorBoard, Weights &
+Biases, MLflow).
 
-Owns the names of the folder's files and how they are written (complete files are replaced atomically, rows are
-appended), the lock that keeps a second run out, moving an earlier run aside, and how a row of metrics and a curve look
-as one line of text.
+Owns the names of the folder's files and how they are written (complete files are replaced
+atomically, rows are appended), the lock that keeps a second run out, moving an earlier run aside,
+and how a row of metrics and a curve look as one line of text.
 """
 
 import fcntl
@@ -25,10 +26,17 @@ from rolepool.metrics.spans import Recorded
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps, Schedule
 from rolepool.reading import Number, lines_within, open_regular, parse_json, read_small
 
-RUN_FILES: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "train.log")
+RUN_FILES: tuple[str, ...] = (
+    "config.yaml",
+    "metrics.jsonl",
+    "spans.jsonl",
+    "monitor.jsonl",
+    "train.log",
+)
 RUN_FILES += ("report.html", "tensorboard", "validation", "training_responses", "checkpoints")
 RUN_FILES += ("trace.json", "state.json", SHARDING_FILE, "plan.json")
-"""All files and folders of a run. plan.json marks the folder as a run: it is written first and moved aside last."""
+"""All files and folders of a run. plan.json marks the folder as a run: it is written first and
+moved aside last."""
 LOG_FOLDERS = ("stalls", "logs")
 """Folders that may exist without a run, because a start that failed has written to them."""
 
@@ -41,13 +49,14 @@ class State(NamedTuple):
     """Such as `step 12`, since `since_s`."""
     since_s: Number
     pools: dict[str, list[tuple[str, Number, Number | None]]]
-    """The operations of each pool since then: name, start, and end, which is None for the one that runs now."""
+    """The operations of each pool since then: name, start, and end, which is None for the one that
+    runs now."""
 
 
 Event = Literal["restart", "move"]
 EVENT = re.compile(rb'"(restart|move)": {')
-"""What all rows of metrics.jsonl contain that record an event instead of numbers: processes that died were replaced, or
-the run moved to another placement."""
+"""What all rows of metrics.jsonl contain that record an event instead of numbers: processes that
+died were replaced, or the run moved to another placement."""
 UNREADABLE = 2**63
 TAIL_BYTES = 2**25
 """How much of the end of a long metrics.jsonl is searched for events and for the last step."""
@@ -68,22 +77,30 @@ class RunFolder:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Create the folder and keep other runs out of it, until the block ends or this process dies."""
+        """Create the folder and keep other runs out of it, until the block ends or this process
+        dies."""
         key, file = f"trainer.default_local_dir={self.path}", self.lock_file
         with explained(f"{key}: cannot be written", "name another folder"):
             is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.path).close()  # an old lock can be opened even if no file can be created
+            tempfile.TemporaryFile(
+                dir=self.path
+            ).close()  # an old lock can be opened even if no file can be created
             lock = file.open("a+", encoding="utf-8", errors="replace")
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # If the previous run removed the file after it was opened here, the file has no link any more.
+                # If the previous run removed the file after it was opened here, the file has no
+                # link any more.
                 is_ours = os.fstat(lock.fileno()).st_nlink > 0
             except BlockingIOError:
                 is_ours = False
             except OSError as error:  # some network file systems have no locks
-                logger.warning("%s cannot be locked (%s): do not start another run in it", self.path, error.strerror)
+                logger.warning(
+                    "%s cannot be locked (%s): do not start another run in it",
+                    self.path,
+                    error.strerror,
+                )
                 is_ours = True
             if not is_ours:
                 lock.seek(0)
@@ -91,8 +108,12 @@ class RunFolder:
                 what = f"another run is writing there ({holder}); wait until it ends, or name another folder"
                 raise ConfigError(f"{key}: {what}")
             try:
-                with explained(f"{key}: cannot be written", "free disk space, or name another folder"):
-                    file.write_text(f"process {os.getpid()} on {os.uname().nodename}", encoding="utf-8")
+                with explained(
+                    f"{key}: cannot be written", "free disk space, or name another folder"
+                ):
+                    file.write_text(
+                        f"process {os.getpid()} on {os.uname().nodename}", encoding="utf-8"
+                    )
                 yield
             finally:
                 file.unlink(missing_ok=True)
@@ -105,7 +126,8 @@ class RunFolder:
         return (self.path / "plan.json").exists()
 
     def check_is_ours(self) -> None:
-        """Raise ConfigError if the folder has files with the names of `RUN_FILES` that no run wrote."""
+        """Raise ConfigError if the folder has files with the names of `RUN_FILES` that no run
+        wrote."""
         names = ", ".join(path.name for path in self._existing_files())
         if names and not self.holds_a_run:
             what = f"the run would overwrite {names}, which no run wrote (there is no plan.json)"
@@ -113,19 +135,28 @@ class RunFolder:
             raise ConfigError(f"trainer.default_local_dir={self.path}: {what}; {fix}")
 
     def begin(self, after_step: int | None) -> Path | None:
-        """Move what a run that resumes after this step will write again to `earlier/N`; None moves the whole run.
+        """Move what a run that resumes after this step will write again to `earlier/N`; None moves
+        the whole run.
 
-        Nothing is moved before everything was read, so that a file that cannot be read leaves the folder as it is.
-        Returns the folder it was moved to, or None if there was nothing to move.
+        Nothing is moved before everything was read, so that a file that cannot be read leaves the
+        folder as it is. Returns the folder it was moved to, or None if there was nothing to move.
         """
         numbers = [int(path.name) for path in self.path.glob("earlier/*") if path.name.isdecimal()]
         aside = self.path / "earlier" / str(max(numbers, default=0) + 1)
         moved = self._existing_files()
         divided: dict[Path, tuple[bytes, bytes]] = {}
         if after_step is not None:
-            numbered = [path for folder in STEP_FOLDERS for path in self.path.glob(f"{folder}/step_*")]
-            moved = [path for path in numbered if path.stem[5:].isdecimal() and int(path.stem[5:]) > after_step]
-            divided = {file: _divided(file, after_step) for file in self._existing_files(STEP_ROW_FILES)}
+            numbered = [
+                path for folder in STEP_FOLDERS for path in self.path.glob(f"{folder}/step_*")
+            ]
+            moved = [
+                path
+                for path in numbered
+                if path.stem[5:].isdecimal() and int(path.stem[5:]) > after_step
+            ]
+            divided = {
+                file: _divided(file, after_step) for file in self._existing_files(STEP_ROW_FILES)
+            }
         elif moved:
             moved = [*self._existing_files(LOG_FOLDERS), *moved]
         for path in moved:
@@ -148,7 +179,8 @@ class RunFolder:
         write_atomically(self.path / name, [text])
 
     def add_plan(self, first_step: int, plan: Plan, schedule: Schedule | None = None) -> None:
-        """Write to plan.json that the plan holds from this step on. Plans of later steps are removed."""
+        """Write to plan.json that the plan holds from this step on. Plans of later steps are
+        removed."""
         earlier: list[PlannedSteps] = []
         with suppress(OSError, ValueError):  # there is none, or it is damaged
             history = PlanHistory.model_validate_json(read_small(self.path / "plan.json")).plans
@@ -163,18 +195,30 @@ class RunFolder:
         self._append("train.log", [console_line(step, metrics)])
 
     def add_event(
-        self, kind: Event, step: int, what: str, seconds: float, pools: Sequence[str] = (), **steps: int
+        self,
+        kind: Event,
+        step: int,
+        what: str,
+        seconds: float,
+        pools: Sequence[str] = (),
+        **steps: int,
     ) -> None:
-        """Record that something died in a step, or that the run moved before it, how long the run did not train, and
-        which pools have new processes. `steps` are `repeated_from_step` of a restart, and `after_step` of a move."""
+        """Record that something died in a step, or that the run moved before it, how long the run
+        did not train, and which pools have new processes. `steps` are `repeated_from_step` of a
+        restart, and `after_step` of a move."""
         event = {"what": what, **steps, "seconds": round(seconds, 1), "pools": list(pools)}
         self._append("metrics.jsonl", [json.dumps({"step": step, kind: event})])
 
     def add_spans(self, recorded: Iterable[Recorded]) -> None:
-        lines = ({"step": step, "operation": operation, **span._asdict()} for step, operation, span in recorded)
+        lines = (
+            {"step": step, "operation": operation, **span._asdict()}
+            for step, operation, span in recorded
+        )
         self._append("spans.jsonl", map(json.dumps, lines))
 
-    def add_samples(self, step: int, samples: Iterable[Mapping[str, Any]], folder: str = "validation") -> None:
+    def add_samples(
+        self, step: int, samples: Iterable[Mapping[str, Any]], folder: str = "validation"
+    ) -> None:
         """What a validation, or a training step, generated, one row for each response."""
         (self.path / folder).mkdir(exist_ok=True)
         lines = (f"{json.dumps(row, default=str)}\n" for row in samples)
@@ -190,7 +234,10 @@ class RunFolder:
     def _append(self, name: str, lines: Iterable[str]) -> None:
         text = "".join(f"{line}\n" for line in lines)
         what = f"trainer.default_local_dir={self.path}: {name} cannot be written"
-        with explained(what, "fix it and resume"), (self.path / name).open("a", encoding="utf-8") as file:
+        with (
+            explained(what, "fix it and resume"),
+            (self.path / name).open("a", encoding="utf-8") as file,
+        ):
             file.write(text)
 
 
@@ -205,13 +252,14 @@ def _divided(file: Path, step: int) -> tuple[bytes, bytes]:
 
 
 def lock_text(folder: Path) -> str:
-    """What the run that holds the lock of a folder has written into it: its process and its machine."""
+    """What the run that holds the lock of a folder has written into it: its process and its
+    machine."""
     return read_small(folder / ".lock", MAX_LOCK_BYTES).decode(errors="replace")
 
 
 def last_lines(path: Path, last_bytes: float = math.inf) -> Iterator[bytes]:
-    """The lines of a file, if it exists; only those in its last bytes if it is longer. The last line may be
-    incomplete."""
+    """The lines of a file, if it exists; only those in its last bytes if it is longer. The last
+    line may be incomplete."""
     if not path.is_file():
         return
     with open_regular(path) as file:
@@ -244,7 +292,11 @@ def newest_validation(folder: Path) -> list[bytes]:
 
 def last_step(folder: Path) -> int:
     """The step of the newest row of metrics; 0 if there is none."""
-    lines = [line for line in last_lines(folder / "metrics.jsonl", TAIL_BYTES) if event_kind(line) is None]
+    lines = [
+        line
+        for line in last_lines(folder / "metrics.jsonl", TAIL_BYTES)
+        if event_kind(line) is None
+    ]
     return next((step for step in map(_step_of, reversed(lines)) if step < UNREADABLE), 0)
 
 
@@ -255,7 +307,10 @@ SAMPLE_NAMES = {"prompt": "input", "response": "output", "ground_truth": "gts"}
 def write_samples(key: str, folder: str, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
     """Write all samples of a step or validation to STEP.jsonl, in the folder that a key names."""
     path = Path(folder).expanduser() / f"{step}.jsonl"
-    rows = ({**{SAMPLE_NAMES.get(name, name): value for name, value in row.items()}, "step": step} for row in samples)
+    rows = (
+        {**{SAMPLE_NAMES.get(name, name): value for name, value in row.items()}, "step": step}
+        for row in samples
+    )
     with explained(f"{key}={folder}: {path.name} cannot be written", "fix it and resume"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, (json.dumps(row, default=str) + "\n" for row in rows))
@@ -270,22 +325,28 @@ VALIDATION_MEAN = re.compile(r"val-core/(.+/)?[^/@]+/mean(@\d+)?")
 
 
 def validation_score(metrics: Mapping[str, float]) -> float | None:
-    """The mean score over the data sources of a validation; None if the row has none. Names may be those of
-    `validation_metrics`, of older runs (without `@N`), or of verl."""
+    """The mean score over the data sources of a validation; None if the row has none. Names may be
+    those of `validation_metrics`, of older runs (without `@N`), or of verl."""
     means = [value for name, value in metrics.items() if VALIDATION_MEAN.fullmatch(name)]
     return sum(means) / len(means) if means else None
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """The values as a line of bars. Its scale goes from 0 (or the minimum) to 1 (or the maximum)."""
+    """The values as a line of bars. Its scale goes from 0 (or the minimum) to 1 (or the
+    maximum)."""
     low, high = min(0.0, *values), max(1.0, *values)
-    groups = [values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)]
+    groups = [
+        values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)
+    ]
     means = [sum(group) / len(group) for group in groups if group]
-    return "".join(BARS[min(len(BARS) - 1, int((mean - low) / (high - low) * len(BARS)))] for mean in means)
+    return "".join(
+        BARS[min(len(BARS) - 1, int((mean - low) / (high - low) * len(BARS)))] for mean in means
+    )
 
 
 def _step_of(line: bytes) -> int:
-    """The step of a line. A line that a crash or a full disk made unreadable counts as later than all steps."""
+    """The step of a line. A line that a crash or a full disk made unreadable counts as later than
+    all steps."""
     try:
         if line.startswith(b"step:"):
             return int(line[5:].split(b" ")[0])
@@ -294,15 +355,16 @@ def _step_of(line: bytes) -> int:
         return UNREADABLE
 
 
-# Loggers. Each library is needed only if `trainer.logger` names it. A logger is a function that writes a row of
-# metrics, and one that ends it.
+# Loggers. Each library is needed only if `trainer.logger` names it. A logger is a function that
+# writes a row of metrics, and one that ends it.
 
 Log = Callable[[int, Mapping[str, float]], None]
 Close = Callable[[], None]
 
 
 class Loggers:
-    """All loggers of a run that has started. If one fails, there is one warning and training continues."""
+    """All loggers of a run that has started. If one fails, there is one warning and training
+    continues."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._loggers: dict[str, tuple[Log, Close]] = {}
@@ -315,7 +377,10 @@ class Loggers:
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log samples of a validation, with the loggers that have tables."""
         if samples:
-            self._try([name for name in self._loggers if name in TABLES], lambda name: TABLES[name](step, samples))
+            self._try(
+                [name for name in self._loggers if name in TABLES],
+                lambda name: TABLES[name](step, samples),
+            )
 
     def close(self) -> None:
         self._try(self._loggers, lambda name: self._loggers[name][1]())
@@ -326,7 +391,9 @@ class Loggers:
             try:
                 act(name)
             except Exception as error:  # no logger may stop training
-                logger.warning("trainer.logger: %s failed; training continues without it: %r", name, error)
+                logger.warning(
+                    "trainer.logger: %s failed; training continues without it: %r", name, error
+                )
                 self._loggers.pop(name, None)
 
 
@@ -338,7 +405,8 @@ def _tensorboard(config: Config, folder: Path) -> tuple[Log, Close]:
     writer: Any = EventFileWriter(str(folder / "tensorboard"))
 
     def log(step: int, metrics: Mapping[str, float]) -> None:
-        # `tensorboard.summary.Writer` would write tensors, which many programs do not find among the scalars.
+        # `tensorboard.summary.Writer` would write tensors, which many programs do not find among
+        # the scalars.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         writer.flush()
@@ -362,7 +430,9 @@ def _mlflow(config: Config, folder: Path) -> tuple[Log, Close]:
 
     def log(step: int, metrics: Mapping[str, float]) -> None:
         # MLflow does not allow "@" in names.
-        mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+        mlflow.log_metrics(
+            {name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step
+        )
 
     return log, mlflow.end_run
 
@@ -370,15 +440,25 @@ def _mlflow(config: Config, folder: Path) -> tuple[Log, Close]:
 def _wandb_table(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
     import wandb
 
-    names = ["prompt", "response", "ground_truth", "score"]  # other numbers may be missing in some samples
+    names = [
+        "prompt",
+        "response",
+        "ground_truth",
+        "score",
+    ]  # other numbers may be missing in some samples
     rows = [[sample[name] for name in names] for sample in samples]
-    wandb.log({"val/generations": wandb.Table(columns=names, data=rows, allow_mixed_types=True)}, step=step)
+    wandb.log(
+        {"val/generations": wandb.Table(columns=names, data=rows, allow_mixed_types=True)},
+        step=step,
+    )
 
 
 def _mlflow_table(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
     import mlflow
 
-    mlflow.log_text(json.dumps(samples, indent=2, default=str), f"val_generations/step_{step:06d}.json")
+    mlflow.log_text(
+        json.dumps(samples, indent=2, default=str), f"val_generations/step_{step:06d}.json"
+    )
 
 
 TABLES = {"wandb": _wandb_table, "mlflow": _mlflow_table}

@@ -1,4 +1,5 @@
-"""Samples of a node, one per second: what its GPUs and this run's processes on it use, from NVML and psutil."""
+"""Samples of a node, one per second: what its GPUs and this run's processes on it use, from NVML
+and psutil."""
 
 import threading
 import time
@@ -16,7 +17,8 @@ from rolepool.reading import Integer, Number
 
 INTERVAL_S = 1.0
 MAX_SAMPLES = 3600
-"""How many samples a monitor keeps (one hour) until it is asked for them; older ones are dropped."""
+"""How many samples a monitor keeps (one hour) until it is asked for them; older ones are
+dropped."""
 
 
 def once_per_second(look: Callable[[], None]) -> Callable[[], None]:
@@ -51,7 +53,8 @@ class ProcessSample(TypedDict):
 
 
 class Sample(TypedDict):
-    """What reports read from a line of `monitor.jsonl`. `NodeMonitor.sample` makes these lines; they have more."""
+    """What reports read from a line of `monitor.jsonl`. `NodeMonitor.sample` makes these lines;
+    they have more."""
 
     time_s: Number
     gpus: list[GpuSample]
@@ -68,12 +71,15 @@ class Watched(NamedTuple):
 
 
 class NodeMonitor:
-    """Takes samples of its node in a thread and keeps them until `take`. Its node may not see the run folder.
+    """Takes samples of its node in a thread and keeps them until `take`. Its node may not see the
+    run folder.
 
     `roles` are the names of the roles of each pool.
     """
 
-    def __init__(self, node: str, watched: Sequence[Watched], roles: Mapping[str, list[str]]) -> None:
+    def __init__(
+        self, node: str, watched: Sequence[Watched], roles: Mapping[str, list[str]]
+    ) -> None:
         self._node = node
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
         self.watch(watched, roles)
@@ -87,7 +93,9 @@ class NodeMonitor:
         indices = sorted({one.gpu for one in watched if one.gpu is not None})
         if indices:
             pynvml.nvmlInit()
-        self._gpus: dict[int, Any] = {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
+        self._gpus: dict[int, Any] = {
+            index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices
+        }
         self._roles, self._processes = roles, processes
 
     def take(self) -> list[dict[str, Any]]:
@@ -103,17 +111,36 @@ class NodeMonitor:
             utilization = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
             power_w = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
             pools = sorted({one.pool for one in self._processes if one.gpu == index})
-            gpus.append({"index": index, "utilization": utilization, **sizes, "power_w": power_w, "pools": pools})
+            gpus.append(
+                {
+                    "index": index,
+                    "utilization": utilization,
+                    **sizes,
+                    "power_w": power_w,
+                    "pools": pools,
+                }
+            )
         for (pid, pool, rank, _), process in self._processes.items():
             with suppress(psutil.Error):  # the process has ended
-                used = {"cpu_percent": process.cpu_percent(), "memory_bytes": process.memory_info().rss}
-                processes.append({"pid": pid, "pool": pool, "rank": rank, "roles": self._roles.get(pool, []), **used})
+                used = {
+                    "cpu_percent": process.cpu_percent(),
+                    "memory_bytes": process.memory_info().rss,
+                }
+                processes.append(
+                    {
+                        "pid": pid,
+                        "pool": pool,
+                        "rank": rank,
+                        "roles": self._roles.get(pool, []),
+                        **used,
+                    }
+                )
         return {"time_s": time.time(), "node": self._node, "gpus": gpus, "processes": processes}
 
 
 def pool_use(sample: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Mean utilization (%) and peak memory (GiB) of each pool, from its GPUs, or from its processes if it has no GPU
-    (100% is one core)."""
+    """Mean utilization (%) and peak memory (GiB) of each pool, from its GPUs, or from its processes
+    if it has no GPU (100% is one core)."""
     gpus, processes = defaultdict(list), defaultdict(list)
     for gpu in sample["gpus"]:
         for pool in gpu["pools"]:
@@ -121,7 +148,10 @@ def pool_use(sample: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     for process in sample["processes"]:
         processes[process["pool"]].append((process["cpu_percent"], process["memory_bytes"]))
     return {
-        pool: (fmean(percent for percent, _ in used), max(num_bytes for _, num_bytes in used) / 2**30)
+        pool: (
+            fmean(percent for percent, _ in used),
+            max(num_bytes for _, num_bytes in used) / 2**30,
+        )
         for pool, used in {**processes, **gpus}.items()
     }
 

@@ -1,7 +1,8 @@
-"""`sharding.json`: how much longer a small model takes if it is sharded. A run measures this when it starts.
+"""`sharding.json`: how much longer a small model takes if it is sharded. A run measures this when
+it starts.
 
-Owns the format of the file. `rolepool.models.sharding_times` measures, and `rolepool.planner.sharding` computes from it
-what sharding costs in other models.
+Owns the format of the file. `rolepool.models.sharding_times` measures, and
+`rolepool.planner.sharding` computes from it what sharding costs in other models.
 """
 
 from typing import Annotated
@@ -25,7 +26,8 @@ class ShardingTime:
     part: str
     """The name that the part has in spans, such as `forward`."""
     num_units: Count
-    """Layers that are gathered one after another; everything outside of the layers counts as one more."""
+    """Layers that are gathered one after another; everything outside of the layers counts as one
+    more."""
     num_params: Count
     """All parameters of the model."""
     sharded_s: Time
@@ -34,7 +36,8 @@ class ShardingTime:
 
     @property
     def added_s(self) -> float:
-        """What sharding adds. Less than 0 if it saves time, because each rank updates only its shard."""
+        """What sharding adds. Less than 0 if it saves time, because each rank updates only its
+        shard."""
         return self.sharded_s - self.alone_s
 
 

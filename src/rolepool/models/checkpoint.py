@@ -1,8 +1,9 @@
-"""Checkpoints of models in training: all ranks write them, any number of ranks can read them, and they can be exported.
+"""Checkpoints of models in training: all ranks write them, any number of ranks can read them, and
+they can be exported.
 
-Owns what a checkpoint looks like on disk (safetensors and JSON, nothing pickled), and the folders under `checkpoints/`:
-a folder is complete or absent. torch.distributed.checkpoint writes and reads the tensor files. The trainer owns what
-else a run saves (data position, metrics) and when.
+Owns what a checkpoint looks like on disk (safetensors and JSON, nothing pickled), and the folders
+under `checkpoints/`: a folder is complete or absent. torch.distributed.checkpoint writes and reads
+the tensor files. The trainer owns what else a run saves (data position, metrics) and when.
 
     checkpoints/step_000010/
       trainer.json                       written by the trainer; a checkpoint without it is not complete
@@ -12,7 +13,8 @@ else a run saves (data position, metrics) and when.
         config.json                      the model's configuration, if it is a Hugging Face model
         rank_00000_of_00002.sha256       hashes of the files that the rank wrote, as `sha256sum --check` reads them
 
-A name that begins with `.tmp-` belongs to a save, an export or a removal that did not finish, and is never read.
+A name that begins with `.tmp-` belongs to a save, an export or a removal that did not finish, and
+is never read.
 """
 
 import hashlib
@@ -34,7 +36,10 @@ from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -55,11 +60,21 @@ STEP_FOLDER = re.compile(r"step_(\d{6,})")
 _RANK_FILE = re.compile(r"rank_\d{5,}_of_(\d{5,})\.json")
 _HASHES = ".sha256"
 _INVALID = (LookupError, TypeError, ValueError, RuntimeError, ArithmeticError)
-"""What parsing a file and restoring a random state raise if the file is damaged (RecursionError: deeply nested)."""
-_OF_TOKENIZERS = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template", "spiece")
+"""What parsing a file and restoring a random state raise if the file is damaged (RecursionError:
+deeply nested)."""
+_OF_TOKENIZERS = (
+    "tokenizer",
+    "vocab",
+    "merges",
+    "special_tokens_map",
+    "added_tokens",
+    "chat_template",
+    "spiece",
+)
 """How the names of a tokenizer's files begin."""
 _COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
-"""Suffixes of files that an export copies: configurations, tokenizers, chat templates, model code."""
+"""Suffixes of files that an export copies: configurations, tokenizers, chat templates, model
+code."""
 
 Check = Callable[[Path], object]
 """A function that raises ConfigError if something is wrong with a folder."""
@@ -87,21 +102,30 @@ class RankState(BaseModel):
 def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
     """Write weights, optimizer states, number of updates and random states into a new folder.
 
-    All ranks of the pool call it, and each writes its own shards; replicas and tied weights are written once. The
-    folder is complete when the last rank has returned; the caller waits for that before it publishes the folder.
+    All ranks of the pool call it, and each writes its own shards; replicas and tied weights are
+    written once. The folder is complete when the last rank has returned; the caller waits for that
+    before it publishes the folder.
     """
     rank, num_ranks = rank_and_count()
     folder.mkdir(parents=True, exist_ok=True)
     tensors = all_tensors(trained)
     bytes_so_far = list(accumulate(tensor.nbytes for tensor in tensors.values()))
     file_of = {name: 1 + end // file_bytes for name, end in zip(tensors, bytes_so_far, strict=True)}
-    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
+    writer = HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping=file_of, save_distributed=True
+    )
     with _plain_errors(folder):
         save(tensors, storage_writer=writer)
     if rank == 0 and isinstance(trained.model, PreTrainedModel):
-        # The configuration includes the user's overrides. FSDP2 has replaced the model's class with a subclass.
-        own_class = next(cls for cls in type(trained.model).__mro__ if not issubclass(cls, FSDPModule))
-        config = {**json.loads(trained.model.config.to_json_string()), "architectures": [own_class.__name__]}
+        # The configuration includes the user's overrides. FSDP2 has replaced the model's class with
+        # a subclass.
+        own_class = next(
+            cls for cls in type(trained.model).__mro__ if not issubclass(cls, FSDPModule)
+        )
+        config = {
+            **json.loads(trained.model.config.to_json_string()),
+            "architectures": [own_class.__name__],
+        }
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     text = rank_state_text(trained, tensors)
     own = folder / rank_file(rank, num_ranks)
@@ -110,18 +134,25 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
     write_hashes(own, [own, *shards, *(folder.glob("config.json") if rank == 0 else [])])
 
 
-def rank_state_text(trained: TrainedModel, tensors: Mapping[str, Tensor], number: int | None = None) -> str:
-    """The content of a rank's own file. `tensors` are all that are saved, and `number` is that of a snapshot."""
+def rank_state_text(
+    trained: TrainedModel, tensors: Mapping[str, Tensor], number: int | None = None
+) -> str:
+    """The content of a rank's own file. `tensors` are all that are saved, and `number` is that of a
+    snapshot."""
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    state = RankState(num_updates=trained.num_updates, num_bytes=num_bytes, rng=random_state(), number=number)
+    state = RankState(
+        num_updates=trained.num_updates, num_bytes=num_bytes, rng=random_state(), number=number
+    )
     return state.model_dump_json(fallback=lambda array: array.tolist())
 
 
 def load_trained(trained: TrainedModel, folder: Path) -> None:
-    """Load a saved state, whatever number of ranks and sharding saved it; each rank reads only its own rows.
+    """Load a saved state, whatever number of ranks and sharding saved it; each rank reads only its
+    own rows.
 
-    Weights, optimizer states and number of updates are exact. Random states are restored if the number of ranks is the
-    same; otherwise they stay as seeded. Everything is checked before anything is changed.
+    Weights, optimizer states and number of updates are exact. Random states are restored if the
+    number of ranks is the same; otherwise they stay as seeded. Everything is checked before
+    anything is changed.
     """
     ranks, saved = _read_saved(folder)
     if misfits := list(_misfits(saved, trained)):
@@ -136,7 +167,10 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
                 # As AdamW allocates them.
                 trained.optimizer.state[parameter] = {
                     STEP: torch.zeros((), dtype=step.properties.dtype, device=trained.device),
-                    **{moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS},
+                    **{
+                        moment: torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                        for moment in MOMENTS
+                    },
                 }
         _read_tensors(folder, all_tensors(trained))
     trained.num_updates = ranks[0].num_updates
@@ -146,7 +180,8 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
 
 
 def snapshot_files(folder: Path, rank: int, num_ranks: int) -> tuple[Path, Path]:
-    """The files that a rank writes for a snapshot: its shard, and then its own file, with the snapshot's number."""
+    """The files that a rank writes for a snapshot: its shard, and then its own file, with the
+    snapshot's number."""
     return folder / f"shard-{rank:05d}.safetensors", folder / rank_file(rank, num_ranks)
 
 
@@ -168,7 +203,8 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def all_tensors(trained: TrainedModel) -> dict[str, Tensor]:
-    """Weights, buffers and optimizer states by the name under which they are saved; tied weights are listed once."""
+    """Weights, buffers and optimizer states by the name under which they are saved; tied weights
+    are listed once."""
     tensors = weights_of(trained.model)
     for name, parameter in _parameters(trained):
         states = trained.optimizer.state.get(parameter, {})
@@ -184,11 +220,15 @@ def _parameters(trained: TrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _misfits(saved: Saved, trained: TrainedModel) -> Iterator[str]:
-    """Differences between saved and expected tensors. A parameter that never had a gradient has no optimizer states."""
+    """Differences between saved and expected tensors. A parameter that never had a gradient has no
+    optimizer states."""
     wanted = weights_of(trained.model)
     for name, parameter in _parameters(trained):
         if any(f"{name}/{state}" in saved for state in OPTIMIZER_STATES):
-            wanted |= {f"{name}/{STEP}": torch.zeros(()), **{f"{name}/{moment}": parameter for moment in MOMENTS}}
+            wanted |= {
+                f"{name}/{STEP}": torch.zeros(()),
+                **{f"{name}/{moment}": parameter for moment in MOMENTS},
+            }
     for name, tensor in wanted.items():
         if name not in saved:
             yield f"{name} is not saved, but the model has it"
@@ -197,11 +237,15 @@ def _misfits(saved: Saved, trained: TrainedModel) -> Iterator[str]:
         if size != tensor.shape or (dtype != tensor.dtype and not name.endswith(f"/{STEP}")):
             has = f"{list(tensor.shape)} {tensor.dtype}"
             yield f"{name} is {list(size)} {dtype}, but the model has {has}".replace("torch.", "")
-    yield from (f"{name} is saved, but the model does not have it" for name in sorted(saved.keys() - wanted.keys()))
+    yield from (
+        f"{name} is saved, but the model does not have it"
+        for name in sorted(saved.keys() - wanted.keys())
+    )
 
 
 def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
-    """What is saved in a role's folder, by rank and by tensor. Raises ConfigError unless it is complete."""
+    """What is saved in a role's folder, by rank and by tensor. Raises ConfigError unless it is
+    complete."""
     matches = (_RANK_FILE.fullmatch(path.name) for path in folder.glob("rank_*_of_*.json"))
     counts = {int(match[1]) for match in matches if match is not None}
     if not counts:
@@ -223,41 +267,59 @@ def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
                 pass
     with explained(f"{folder}: what its files contain cannot be read", fix, *_INVALID):
         found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, TensorStorageMetadata)}
-    sizes = ((chunk.sizes.numel(), tensor.properties.dtype) for tensor in tensors.values() for chunk in tensor.chunks)
+    tensors = {
+        name: tensor for name, tensor in found.items() if isinstance(tensor, TensorStorageMetadata)
+    }
+    sizes = (
+        (chunk.sizes.numel(), tensor.properties.dtype)
+        for tensor in tensors.values()
+        for chunk in tensor.chunks
+    )
     num_bytes = sum(num_elements * dtype.itemsize for num_elements, dtype in sizes)
     if num_bytes != ranks[0].num_bytes:
-        raise ConfigError(f"{folder}: {num_bytes} of {ranks[0].num_bytes} bytes were found; a file is missing")
+        raise ConfigError(
+            f"{folder}: {num_bytes} of {ranks[0].num_bytes} bytes were found; a file is missing"
+        )
     return ranks, tensors
 
 
 def write_hashes(beside: Path, files: Iterable[Path]) -> None:
-    """Write the hashes of files into a file next to `beside`, with the same name and another suffix."""
+    """Write the hashes of files into a file next to `beside`, with the same name and another
+    suffix."""
     lines = (f"{digest}  {file.name}\n" for file, digest in _hashes(files).items())
     beside.with_suffix(_HASHES).write_text("".join(lines), encoding="utf-8")
 
 
 def check_hashes(folder: Path) -> None:
-    """Read every file of a checkpoint, or of one role, and raise ConfigError if one has changed since it was saved, or
-    if no list has its hash."""
+    """Read every file of a checkpoint, or of one role, and raise ConfigError if one has changed
+    since it was saved, or if no list has its hash."""
     expected: dict[Path, str] = {}
     fix = "copy the checkpoint again, or use another one"
     for file in sorted(folder.rglob(f"*{_HASHES}")):
         with explained(f"{file}: not a list of hashes", fix, ValueError):
             lines = [line.split("  ", 1) for line in read_small(file).decode().splitlines()]
-            expected |= {file.parent / name: digest for digest, name in lines if Path(name).name == name}
+            expected |= {
+                file.parent / name: digest for digest, name in lines if Path(name).name == name
+            }
     with explained(f"{folder}: cannot be read", fix):
-        unlisted = sorted(file for file in folder.rglob("*") if _is_read(file) and file not in expected)
+        unlisted = sorted(
+            file for file in folder.rglob("*") if _is_read(file) and file not in expected
+        )
         if unlisted:
             raise ConfigError(_missing_hash(unlisted[0]))
         damaged = [file for file, digest in _hashes(expected).items() if digest != expected[file]]
     if damaged:
-        raise ConfigError(f"{damaged[0]}: damaged, because its hash is not the one that was saved; {fix}")
+        raise ConfigError(
+            f"{damaged[0]}: damaged, because its hash is not the one that was saved; {fix}"
+        )
 
 
 def _is_read(file: Path) -> bool:
-    """Whether loading or exporting a checkpoint reads this file. Other files may be in its folders, too."""
-    is_named = file.name in ("trainer.json", "config.json") or _RANK_FILE.fullmatch(file.name) is not None
+    """Whether loading or exporting a checkpoint reads this file. Other files may be in its folders,
+    too."""
+    is_named = (
+        file.name in ("trainer.json", "config.json") or _RANK_FILE.fullmatch(file.name) is not None
+    )
     return is_named or file.suffix == ".safetensors"
 
 
@@ -289,13 +351,16 @@ def _read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
 
 @contextmanager
 def _plain_errors(folder: Path) -> Iterator[None]:
-    """Raise RolepoolError instead of torch's error, which is no Exception; hide its warning for a single process."""
+    """Raise RolepoolError instead of torch's error, which is no Exception; hide its warning for a
+    single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             yield
         except CheckpointException as error:
-            failed = ", ".join(f"{failure!r} on rank {rank}" for rank, (failure, _) in error.failures.items())
+            failed = ", ".join(
+                f"{failure!r} on rank {rank}" for rank, (failure, _) in error.failures.items()
+            )
             raise RolepoolError(f"{folder}: {failed}") from error
 
 
@@ -311,19 +376,25 @@ def export_hf(
     tokenizer_dir: Path | None = None,
     file_bytes: int = 4 * 2**30,
 ) -> None:
-    """Write a folder that `from_pretrained` loads: the saved weights, in files of at most `file_bytes`, and the other
-    files (such as the tokenizer) of the original model folder. The folder appears under its name when it is complete.
-    `tokenizer_dir` is the folder of the tokenizer, if it is another one.
+    """Write a folder that `from_pretrained` loads: the saved weights, in files of at most
+    `file_bytes`, and the other files (such as the tokenizer) of the original model folder. The
+    folder appears under its name when it is complete. `tokenizer_dir` is the folder of the
+    tokenizer, if it is another one.
 
-    config.json is that of the saved model, which includes the user's overrides and the head; its `dtype` is that of the
-    saved weights.
+    config.json is that of the saved model, which includes the user's overrides and the head; its
+    `dtype` is that of the saved weights.
     """
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise ConfigError(f"{out_dir}: already exists; export into a new folder")
     _, saved = _read_saved(folder)
     check_hashes(folder)
-    kept = {name: tensor for name, tensor in saved.items() if "/" not in name}  # no optimizer states
-    weights = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in kept.items()}
+    kept = {
+        name: tensor for name, tensor in saved.items() if "/" not in name
+    }  # no optimizer states
+    weights = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        for name, tensor in kept.items()
+    }
     _read_tensors(folder, weights)
     out_dir = out_dir.absolute()
     temporary = temporary_folder(out_dir)
@@ -337,13 +408,21 @@ def export_hf(
         save_torch_state_dict(weights, temporary, max_shard_size=file_bytes)
         own = folder / "config.json"
         source = own if own.is_file() else temporary / "config.json"
-        with explained(f"{source}: not the configuration of a model", "copy the checkpoint again", *_INVALID):
+        with explained(
+            f"{source}: not the configuration of a model", "copy the checkpoint again", *_INVALID
+        ):
             config = dict(json.loads(source.read_text(encoding="utf-8")))
-        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values() if tensor.is_floating_point()}
+        dtypes = {
+            str(tensor.dtype).removeprefix("torch.")
+            for tensor in weights.values()
+            if tensor.is_floating_point()
+        }
         if len(dtypes) == 1:
             config.pop("torch_dtype", None)  # its name in older releases of transformers
             (config["dtype"],) = dtypes
-        (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (temporary / "config.json").write_text(
+            json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
         publish(temporary, out_dir)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -358,7 +437,8 @@ def checkpoint_folder(run_dir: Path, step: int) -> Path:
 
 
 def temporary_folder(final_folder: Path) -> Path:
-    """A new, empty folder next to the final one, to write into before `publish`; leftovers are removed."""
+    """A new, empty folder next to the final one, to write into before `publish`; leftovers are
+    removed."""
     folder = final_folder.parent / f".tmp-{final_folder.name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -368,8 +448,8 @@ def temporary_folder(final_folder: Path) -> Path:
 def publish(tmp_folder: Path, final_folder: Path) -> None:
     """Rename a written folder to its final name, after all of it is on disk.
 
-    An existing folder of that name is replaced. If the process is killed between the two renames, there is no folder of
-    that name.
+    An existing folder of that name is replaced. If the process is killed between the two renames,
+    there is no folder of that name.
     """
     for path in (*tmp_folder.rglob("*"), tmp_folder):
         _sync(path)
@@ -392,7 +472,8 @@ def _sync(path: Path) -> None:
 
 
 def newest_checkpoint(run_dir: Path, parts: Collection[str] = ()) -> Path | None:
-    """The complete checkpoint of the highest step that has these parts. Damaged ones are skipped with a warning."""
+    """The complete checkpoint of the highest step that has these parts. Damaged ones are skipped
+    with a warning."""
     for folder in _newest_first(run_dir):
         if problem := _problem(folder):
             logger.warning("skipping %s: %s", folder, problem)
@@ -402,11 +483,12 @@ def newest_checkpoint(run_dir: Path, parts: Collection[str] = ()) -> Path | None
 
 
 def checkpoint_to_resume(run_dir: Path, check: Check) -> Path | None:
-    """The complete checkpoint of the highest step; None if the run has saved none. `check` raises ConfigError if
-    something else is wrong with one.
+    """The complete checkpoint of the highest step; None if the run has saved none. `check` raises
+    ConfigError if something else is wrong with one.
 
-    Damaged ones are skipped with a warning. If all are damaged, this raises ConfigError with the reason for each one,
-    because otherwise the run would start at step 1 although nobody has asked for that.
+    Damaged ones are skipped with a warning. If all are damaged, this raises ConfigError with the
+    reason for each one, because otherwise the run would start at step 1 although nobody has asked
+    for that.
     """
     problems: list[str] = []
     for folder in _newest_first(run_dir):
@@ -425,9 +507,11 @@ def checkpoint_to_resume(run_dir: Path, check: Check) -> Path | None:
 
 
 def remove_old(run_dir: Path, part: str, keep: int) -> None:
-    """Remove a part (such as `actor`) from all checkpoints except the `keep` newest complete ones that have it.
+    """Remove a part (such as `actor`) from all checkpoints except the `keep` newest complete ones
+    that have it.
 
-    A checkpoint is removed with its last part. Damaged ones are not counted, so the newest complete one always stays.
+    A checkpoint is removed with its last part. Damaged ones are not counted, so the newest complete
+    one always stays.
     """
     assert keep >= 1
     remove_unfinished(run_dir)
@@ -458,13 +542,17 @@ def _newest_first(run_dir: Path) -> list[Path]:
 
 def _parts(folder: Path) -> list[Path]:
     """The folders of saved roles in a checkpoint."""
-    return [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    return [
+        path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")
+    ]
 
 
 def _problem(folder: Path, check: Check | None = None) -> str | None:
     """Why a checkpoint is not complete; None if it is."""
     try:
-        with explained("trainer.json cannot be read", "only complete checkpoints are used", *_INVALID):
+        with explained(
+            "trainer.json cannot be read", "only complete checkpoints are used", *_INVALID
+        ):
             parse_json(read_small(folder / "trainer.json"))
         for part in (parts := _parts(folder)):
             _read_saved(part)

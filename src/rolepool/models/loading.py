@@ -1,8 +1,8 @@
 """Models from Hugging Face folders: a policy, a critic, a reward model.
 
-Owns which class a role's model has, and that every weight comes from the model's files, except a critic's new head.
-A model is named by a section of the config, such as `critic.model`. Code from its folder runs only if the user allows
-it.
+Owns which class a role's model has, and that every weight comes from the model's files, except a
+critic's new head. A model is named by a section of the config, such as `critic.model`. Code from
+its folder runs only if the user allows it.
 """
 
 from contextlib import ExitStack
@@ -31,45 +31,62 @@ UNREADABLE = (ValueError, TypeError, KeyError, SafetensorError, StrictDataclassE
 FIX = "give a model's folder or hub id"
 
 
-def read_model_config(config: Config, section: str, **entries: Any) -> transformers.PretrainedConfig:
-    """The config of the model that a section names, with these entries replaced. A folder with missing or damaged files
-    is an error."""
+def read_model_config(
+    config: Config, section: str, **entries: Any
+) -> transformers.PretrainedConfig:
+    """The config of the model that a section names, with these entries replaced. A folder with
+    missing or damaged files is an error."""
     keys = config.at(section)
     key, path = f"{section}.path", keys.path
     if (reason := why_no_model(key, path)) is not None:
         raise ConfigError(reason)
     folder = Path(path).expanduser()
-    overrides = {**keys.override_config, **entries} if isinstance(keys, PolicyModelConfig) else entries
+    overrides = (
+        {**keys.override_config, **entries} if isinstance(keys, PolicyModelConfig) else entries
+    )
     problem = "is neither a folder nor a model on the hub"
     if folder.is_dir():
         problem = f"cannot be loaded with {overrides}" if overrides else "cannot be loaded"
     settings = {"trust_remote_code": _is_trusted(config, section), **overrides}
     with explained(f"{key}={path}: {problem}", FIX, *UNREADABLE):
-        found: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(str(folder), **settings)
+        found: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(
+            str(folder), **settings
+        )
     for file in sorted(folder.glob("*.safetensors")):
         # Opening a file checks it.
-        with explained(f"{key}={path}: {file.name} is damaged", "copy it again", *UNREADABLE), safe_open(file, "pt"):
+        with (
+            explained(f"{key}={path}: {file.name} is damaged", "copy it again", *UNREADABLE),
+            safe_open(file, "pt"),
+        ):
             pass
     return found
 
 
 def _is_trusted(config: Config, section: str) -> bool:
-    """Whether code from a model's folder may run. Only a reward model has a key of its own for it."""
+    """Whether code from a model's folder may run. Only a reward model has a key of its own for
+    it."""
     keys = config.at(section)
-    return (keys if isinstance(keys, RewardModelModelConfig) else config.actor_rollout_ref.model).trust_remote_code
+    return (
+        keys if isinstance(keys, RewardModelModelConfig) else config.actor_rollout_ref.model
+    ).trust_remote_code
 
 
 def load_policy(config: Config, dtype: torch.dtype, *, packed: bool) -> nn.Module:
     """A causal language model that also has `token_scores`. Its batches are packed or padded."""
-    model: Any = _load(config, "actor_rollout_ref.model", transformers.AutoModelForCausalLM, dtype, packed)
+    model: Any = _load(
+        config, "actor_rollout_ref.model", transformers.AutoModelForCausalLM, dtype, packed
+    )
     head = model.get_output_embeddings()
     is_plain = isinstance(head, nn.Linear) and head.bias is None
-    is_plain = is_plain and all(getattr(model.config, name, None) in (None, 1) for name in CHANGES_LOGITS)
+    is_plain = is_plain and all(
+        getattr(model.config, name, None) in (None, 1) for name in CHANGES_LOGITS
+    )
     return add_token_scores(model, has_plain_head=is_plain)
 
 
 def load_critic(config: Config, dtype: torch.dtype, *, packed: bool) -> nn.Module:
-    """The trunk of a language model and a head with one value per token, random if the folder has none."""
+    """The trunk of a language model and a head with one value per token, random if the folder has
+    none."""
     auto = transformers.AutoModelForTokenClassification
     return _load(config, "critic.model", auto, dtype, packed, num_labels=1, classifier_dropout=0.0)
 
@@ -80,9 +97,14 @@ def load_reward_model(config: Config, section: str, dtype: torch.dtype) -> nn.Mo
     return _load(config, section, auto, dtype, packed=False, num_labels=1)
 
 
-def _load(config: Config, section: str, auto: Any, dtype: torch.dtype, packed: bool, **entries: Any) -> nn.Module:
+def _load(
+    config: Config, section: str, auto: Any, dtype: torch.dtype, packed: bool, **entries: Any
+) -> nn.Module:
     model_config, path = read_model_config(config, section, **entries), config.at(section).path
-    has_new_head, where = auto is transformers.AutoModelForTokenClassification, f"{section}.path={path}"
+    has_new_head, where = (
+        auto is transformers.AutoModelForTokenClassification,
+        f"{section}.path={path}",
+    )
     settings = {
         "config": model_config,
         "dtype": dtype,
@@ -93,7 +115,8 @@ def _load(config: Config, section: str, auto: Any, dtype: torch.dtype, packed: b
     }
     model: nn.Module
     with explained(f"{where}: cannot be loaded", FIX, *UNREADABLE), ExitStack() as restored:
-        # Without progress bars and without transformers' report of new weights, which are checked below.
+        # Without progress bars and without transformers' report of new weights, which are checked
+        # below.
         restored.callback(transformers_logging.set_verbosity, transformers_logging.get_verbosity())
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
@@ -102,7 +125,10 @@ def _load(config: Config, section: str, auto: Any, dtype: torch.dtype, packed: b
     trunk = f"{model.base_model_prefix}."
     missing = [name for name in info["missing_keys"] if name.startswith(trunk) or not has_new_head]
     of_other_shape = [name for name, *_ in info["mismatched_keys"]]
-    for names, reason in ((missing, "are not in its files"), (of_other_shape, "have another shape in its files")):
+    for names, reason in (
+        (missing, "are not in its files"),
+        (of_other_shape, "have another shape in its files"),
+    ):
         if names:
             raise ConfigError(
                 f"{where}: weights of a {type(model).__name__} {reason} ({first_few(sorted(names), 3)}), so they "
@@ -111,7 +137,9 @@ def _load(config: Config, section: str, auto: Any, dtype: torch.dtype, packed: b
     damaged = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
     if damaged:
         what = f"weights are not finite ({first_few(damaged, 3)}), so every result would be NaN"
-        raise ConfigError(f"{where}: {what}; copy the model again, or give one from before its training diverged")
+        raise ConfigError(
+            f"{where}: {what}; copy the model again, or give one from before its training diverged"
+        )
     # With dropout, old and new log-probs of the same weights would differ.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -120,15 +148,25 @@ def _load(config: Config, section: str, auto: Any, dtype: torch.dtype, packed: b
 
 
 def _token_classifier(config: transformers.PretrainedConfig) -> Any:
-    """The class of a critic. Some models of transformers have none; theirs has the same parts as those of others."""
+    """The class of a critic. Some models of transformers have none; theirs has the same parts as
+    those of others."""
     kind = type(config)
-    if kind in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or kind not in transformers.MODEL_MAPPING:
+    if (
+        kind in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+        or kind not in transformers.MODEL_MAPPING
+    ):
         return transformers.AutoModelForTokenClassification
     trunk: Any = transformers.MODEL_MAPPING[kind]
-    family = next(base for base in trunk.__mro__[1:] if issubclass(base, transformers.PreTrainedModel))
-    return type(f"{trunk.__name__}ForTokenClassification", (GenericForTokenClassification, family), {})
+    family = next(
+        base for base in trunk.__mro__[1:] if issubclass(base, transformers.PreTrainedModel)
+    )
+    return type(
+        f"{trunk.__name__}ForTokenClassification", (GenericForTokenClassification, family), {}
+    )
 
 
 def _is_finite(weight: torch.Tensor) -> bool:
     """Whether no number is NaN or infinite. Takes no memory of the weight's size."""
-    return weight.numel() == 0 or all(bound.isfinite().item() for bound in weight.detach().aminmax())
+    return weight.numel() == 0 or all(
+        bound.isfinite().item() for bound in weight.detach().aminmax()
+    )

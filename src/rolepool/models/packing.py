@@ -1,12 +1,14 @@
-"""Forward passes over prompt-and-response rows, packed or padded: log-probs, entropies and values of response tokens.
+"""Forward passes over prompt-and-response rows, packed or padded: log-probs, entropies and values
+of response tokens.
 
-Owns where each token of a row is, in the flat tokens and in padded tensors, and the attention that Hugging Face models
-call for packed sequences. Places of tokens are computed in host memory from the lengths of rows, so the host never
-waits for the device while it prepares a micro-batch. Packed and padded passes give the same numbers.
+Owns where each token of a row is, in the flat tokens and in padded tensors, and the attention that
+Hugging Face models call for packed sequences. Places of tokens are computed in host memory from the
+lengths of rows, so the host never waits for the device while it prepares a micro-batch. Packed and
+padded passes give the same numbers.
 
-With a vocabulary of 150,000 the logits of a micro-batch take more memory than the rest. `LinearLogProbs` computes them
-for some tokens at a time, reduces them to numbers per token, and recomputes them in the backward pass. Arithmetic
-on 16-bit logits is in float32.
+With a vocabulary of 150,000 the logits of a micro-batch take more memory than the rest.
+`LinearLogProbs` computes them for some tokens at a time, reduces them to numbers per token, and
+recomputes them in the backward pass. Arithmetic on 16-bit logits is in float32.
 """
 
 import inspect
@@ -25,32 +27,46 @@ from rolepool.errors import RolepoolError
 from rolepool.models.sharding import PACKED, TOKEN_SCORES, compiled_for_weight
 from rolepool.placement.estimate import LOGITS_AT_ONCE
 from rolepool.protocol.batching import IS_PADDING_KEY
-from rolepool.protocol.columns import INPUT_IDS, NUM_PROMPT_TOKENS, offsets_of, ragged, ragged_parts, sampled_mask
+from rolepool.protocol.columns import (
+    INPUT_IDS,
+    NUM_PROMPT_TOKENS,
+    offsets_of,
+    ragged,
+    ragged_parts,
+    sampled_mask,
+)
 
 Inputs = dict[str, Any]
 """Arguments of a model's forward pass."""
 LOGITS_AT_ONCE_UNCOMPILED = 2**25
-"""Fewer than `LOGITS_AT_ONCE`, because without a compiler each step of the arithmetic allocates a tensor."""
+"""Fewer than `LOGITS_AT_ONCE`, because without a compiler each step of the arithmetic allocates a
+tensor."""
 
-# Newer versions of torch need this if keys have fewer heads than queries; older versions do not have the argument.
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+# Newer versions of torch need this if keys have fewer heads than queries; older versions do not
+# have the argument.
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 def on_device(tensor: Tensor, device: str | torch.device) -> Tensor:
-    """Copy a tensor from host memory to the device, without waiting for what the device still has to do."""
+    """Copy a tensor from host memory to the device, without waiting for what the device still has
+    to do."""
     if torch.device(device).type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def kept_mask(batch: Mapping[str, Tensor]) -> Tensor:
-    """[rows, longest response]: the response tokens that count in losses; none of a row that pads the batch."""
+    """[rows, longest response]: the response tokens that count in losses; none of a row that pads
+    the batch."""
     mask = sampled_mask(batch, ragged_parts(batch[INPUT_IDS])[1].diff() - batch[NUM_PROMPT_TOKENS])
     return mask if IS_PADDING_KEY not in batch else mask & ~batch[IS_PADDING_KEY][:, None]
 
 
 class TokenRows:
-    """The rows of a micro-batch: prompts and responses. Values for response tokens are flat: row after row."""
+    """The rows of a micro-batch: prompts and responses. Values for response tokens are flat: row
+    after row."""
 
     def __init__(self, batch: Mapping[str, Tensor], device: str) -> None:
         """`batch` is in host memory. Only `ids` are copied to the device."""
@@ -78,29 +94,48 @@ class TokenRows:
         return self._on_device(sampled_mask(self._batch, self.num_response))
 
     def packed_inputs(self) -> tuple[Inputs, Tensor]:
-        """A model's inputs with all tokens in one row, and the place in it of the token before each response token."""
+        """A model's inputs with all tokens in one row, and the place in it of the token before each
+        response token."""
         lengths = self.lengths[self.lengths > 0]
         starts = self._on_device(offsets_of(lengths).int())
         longest = int(lengths.max())
-        # Models pass these to attention: where sequences start (and the last one ends), and the longest length.
-        where = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
-        tokens = {"input_ids": self.ids.unsqueeze(0), "position_ids": self._on_device(self._positions).unsqueeze(0)}
+        # Models pass these to attention: where sequences start (and the last one ends), and the
+        # longest length.
+        where = {
+            "cu_seq_lens_q": starts,
+            "cu_seq_lens_k": starts,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+        tokens = {
+            "input_ids": self.ids.unsqueeze(0),
+            "position_ids": self._on_device(self._positions).unsqueeze(0),
+        }
         return {**tokens, **where}, self._on_device(self._places_of_responses - 1)
 
     def padded_inputs(self, pad_token_id: int = 0) -> tuple[Inputs, Tensor]:
-        """The same with one row each, padded on the right to the longest; places count through all rows."""
+        """The same with one row each, padded on the right to the longest; places count through all
+        rows."""
         width = int(self.lengths.max())
         is_real = torch.arange(width) < self.lengths[:, None]
         places = self._rows * width + self._positions
-        ids = self.ids.new_full((is_real.numel(),), pad_token_id).index_copy(0, self._on_device(places), self.ids)
+        ids = self.ids.new_full((is_real.numel(),), pad_token_id).index_copy(
+            0, self._on_device(places), self.ids
+        )
         before = self._on_device(places[self._places_of_responses] - 1)
-        return {"input_ids": ids.view(is_real.shape), "attention_mask": self._on_device(is_real.long())}, before
+        return {
+            "input_ids": ids.view(is_real.shape),
+            "attention_mask": self._on_device(is_real.long()),
+        }, before
 
     def pad(self, of_responses: Tensor) -> Tensor:
-        """Values of response tokens as [rows, longest response], with zeros after the end of each response."""
+        """Values of response tokens as [rows, longest response], with zeros after the end of each
+        response."""
         size = (len(self.lengths), int(self.num_response.max()))
         first = self.lengths - self.num_response
-        places = (self._rows * size[1] + self._positions - first[self._rows])[self._places_of_responses]
+        places = (self._rows * size[1] + self._positions - first[self._rows])[
+            self._places_of_responses
+        ]
         padded = of_responses.new_zeros(size[0] * size[1])
         return padded.index_copy(0, self._on_device(places), of_responses).view(size)
 
@@ -116,9 +151,11 @@ TokenScores = tuple[Tensor, Tensor]
 """Log-probs and entropies of the response tokens of all rows, flat."""
 
 
-def response_log_probs(model: nn.Module, rows: TokenRows, *, temperature: float, packed: bool) -> TokenScores:
-    """Log-probs and entropies of response tokens under the distribution that was sampled from, softmax(logits /
-    temperature)."""
+def response_log_probs(
+    model: nn.Module, rows: TokenRows, *, temperature: float, packed: bool
+) -> TokenScores:
+    """Log-probs and entropies of response tokens under the distribution that was sampled from,
+    softmax(logits / temperature)."""
     inputs, places = rows.packed_inputs() if packed else rows.padded_inputs()
     score: Callable[..., TokenScores] = getattr(model, TOKEN_SCORES)
     return score({**inputs, "use_cache": False}, places, rows.responses, temperature)
@@ -132,47 +169,67 @@ def response_values(model: nn.Module, rows: TokenRows, *, packed: bool) -> Tenso
 
 
 def add_token_scores(model: nn.Module, has_plain_head: bool = True) -> nn.Module:
-    """Give a language model the method `token_scores`. It computes scores without all logits at once if logits are
-    just the last hidden states times the weight of the head."""
-    setattr(model, TOKEN_SCORES, MethodType(_token_scores if has_plain_head else _scores_from_logits, model))
+    """Give a language model the method `token_scores`. It computes scores without all logits at
+    once if logits are just the last hidden states times the weight of the head."""
+    setattr(
+        model,
+        TOKEN_SCORES,
+        MethodType(_token_scores if has_plain_head else _scores_from_logits, model),
+    )
     return model
 
 
-def _token_scores(model: Any, inputs: Inputs, places: Tensor, labels: Tensor, temperature: float) -> TokenScores:
-    """Log-prob of each label and entropy, after the token at each place of the inputs, counted through all rows."""
+def _token_scores(
+    model: Any, inputs: Inputs, places: Tensor, labels: Tensor, temperature: float
+) -> TokenScores:
+    """Log-prob of each label and entropy, after the token at each place of the inputs, counted
+    through all rows."""
     hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)[places]
-    return _linear_log_probs(hidden.is_cuda)(hidden, model.get_output_embeddings().weight, labels, temperature)
+    return _linear_log_probs(hidden.is_cuda)(
+        hidden, model.get_output_embeddings().weight, labels, temperature
+    )
 
 
-def _scores_from_logits(model: Any, inputs: Inputs, places: Tensor, labels: Tensor, temperature: float) -> TokenScores:
+def _scores_from_logits(
+    model: Any, inputs: Inputs, places: Tensor, labels: Tensor, temperature: float
+) -> TokenScores:
     """The same from the logits that the model returns, of all tokens at once."""
-    # The class's function, because the model's own `forward` may cast and gather weights, as is done for this method.
+    # The class's function, because the model's own `forward` may cast and gather weights, as is
+    # done for this method.
     logits = type(model).forward(model, **inputs).logits.flatten(0, 1)[places]
     log_p = (precise(logits) / temperature).log_softmax(dim=-1)
-    return log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), torch.special.entr(log_p.exp()).sum(dim=-1)
+    return log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), torch.special.entr(log_p.exp()).sum(
+        dim=-1
+    )
 
 
 # Log-probs and entropies from hidden states and the head, without all logits at once
 
 
 class LinearLogProbs:
-    """log p(label) and the entropy of softmax(hidden @ weight.T / temperature), for each row of hidden.
+    """log p(label) and the entropy of softmax(hidden @ weight.T / temperature), for each row of
+    hidden.
 
-    At most `max_logits` logits exist at a time, but at least those of one row. `compiled` is applied to the functions
-    that compute with them; their second argument is the weight.
+    At most `max_logits` logits exist at a time, but at least those of one row. `compiled` is
+    applied to the functions that compute with them; their second argument is the weight.
     """
 
-    def __init__(self, max_logits: int, compiled: Callable[..., Any] = lambda function: function) -> None:
+    def __init__(
+        self, max_logits: int, compiled: Callable[..., Any] = lambda function: function
+    ) -> None:
         self.max_logits = max_logits
         self.score, self.differentiate = compiled(_score), compiled(_differentiate)
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """hidden is [tokens, size], weight [vocabulary, size], labels [tokens]. Both results are [tokens], in float32
-        if hidden has 16 bits."""
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """hidden is [tokens, size], weight [vocabulary, size], labels [tokens]. Both results are
+        [tokens], in float32 if hidden has 16 bits."""
         return _Function.apply(hidden, weight, labels, temperature, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def pieces(self, num_tokens: int, vocab_size: int) -> Iterator[slice]:
-        """As few pieces as possible, of about the same size, because a small last piece would need its own kernels."""
+        """As few pieces as possible, of about the same size, because a small last piece would need
+        its own kernels."""
         most = max(1, self.max_logits // vocab_size)
         size = -(-num_tokens // max(1, -(-num_tokens // most)))
         for start in range(0, num_tokens, max(1, size)):
@@ -182,42 +239,67 @@ class LinearLogProbs:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, how: LinearLogProbs
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        how: LinearLogProbs,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_sums, log_probs, entropies = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
+        log_sums, log_probs, entropies = (
+            hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3)
+        )
         for piece in how.pieces(len(hidden), len(weight)):
             scores = how.score(hidden[piece], weight, labels[piece], temperature)
             log_sums[piece], log_probs[piece], entropies[piece] = scores
         ctx.save_for_backward(hidden, weight, labels, log_sums, entropies)
         ctx.temperature, ctx.how = temperature, how
-        ctx.set_materialize_grads(False)  # the entropies' gradient is half the work and seldom needed
+        ctx.set_materialize_grads(
+            False
+        )  # the entropies' gradient is half the work and seldom needed
         return log_probs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, labels, log_sums, entropies = ctx.saved_tensors
         of_log_probs, of_entropies = grads
         of_log_probs = torch.zeros_like(log_sums) if of_log_probs is None else of_log_probs
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Summed in float32, because in 16 bits the last of many pieces would be lost.
-        grad_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = (
+            torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
+        )
         for piece in ctx.how.pieces(len(hidden), len(weight)):
             per_token = (tensor[piece] for tensor in (labels, log_sums, entropies, of_log_probs))
             of_entropies_here = None if of_entropies is None else of_entropies[piece]
-            grad_logits = ctx.how.differentiate(hidden[piece], weight, ctx.temperature, *per_token, of_entropies_here)
+            grad_logits = ctx.how.differentiate(
+                hidden[piece], weight, ctx.temperature, *per_token, of_entropies_here
+            )
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[piece])
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden[piece])
             del grad_logits  # before the next ones are computed
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
 
 
-def _score(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """For each token, with the largest logit m and s = sum_v e^(z_v - m): m + log s, log p(label) and the entropy.
+def _score(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For each token, with the largest logit m and s = sum_v e^(z_v - m): m + log s, log p(label)
+    and the entropy.
 
-    log p(label) = z_label - m - log s, and H = log s - sum_v e^(z_v - m) (z_v - m) / s; a logit of -inf adds 0.
+    log p(label) = z_label - m - log s, and H = log s - sum_v e^(z_v - m) (z_v - m) / s; a logit of
+    -inf adds 0.
     """
     logits = hidden @ weight.T
     z = precise(logits) * (1 / temperature)
@@ -242,7 +324,8 @@ def _differentiate(
     of_log_probs: Tensor,
     of_entropies: Tensor | None,
 ) -> Tensor:
-    """Gradients of the logits: d log p(label) / dz_v = [v = label] - p_v and dH / dz_v = -p_v (log p_v + H)."""
+    """Gradients of the logits: d log p(label) / dz_v = [v = label] - p_v and dH / dz_v = -p_v (log
+    p_v + H)."""
     logits = hidden @ weight.T
     log_p = precise(logits) * (1 / temperature) - log_sum.unsqueeze(-1)
     p = log_p.exp()
@@ -268,13 +351,18 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 def precise(numbers: Tensor) -> Tensor:
-    """In at least float32, because sums in 16 bits over a vocabulary or a row would accumulate rounding errors."""
+    """In at least float32, because sums in 16 bits over a vocabulary or a row would accumulate
+    rounding errors."""
     return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
 
 
 @cache
 def _linear_log_probs(on_gpu: bool) -> LinearLogProbs:
-    return LinearLogProbs(LOGITS_AT_ONCE, compiled_for_weight) if on_gpu else LinearLogProbs(LOGITS_AT_ONCE_UNCOMPILED)
+    return (
+        LinearLogProbs(LOGITS_AT_ONCE, compiled_for_weight)
+        if on_gpu
+        else LinearLogProbs(LOGITS_AT_ONCE_UNCOMPILED)
+    )
 
 
 # Attention within packed sequences
@@ -292,10 +380,12 @@ def packed_attention(
     max_length_q: int | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention of [1, heads, tokens, head_dim] within each sequence; returns [1, tokens, heads, head_dim].
+    """Causal attention of [1, heads, tokens, head_dim] within each sequence; returns [1, tokens,
+    heads, head_dim].
 
-    With a window a token attends to that many tokens, including itself. A GPU has a kernel for packed sequences, which
-    needs no mask and does not repeat keys and values. On a CPU sequences are padded.
+    With a window a token attends to that many tokens, including itself. A GPU has a kernel for
+    packed sequences, which needs no mask and does not repeat keys and values. On a CPU sequences
+    are padded.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         problem = f"{type(module).__name__} was not told where packed sequences start"
@@ -304,12 +394,16 @@ def packed_attention(
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
         where = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        on_gpu: Any = varlen_attn(query, key, value, *where, scale=scaling, window_size=window, **_GROUPED)
+        on_gpu: Any = varlen_attn(
+            query, key, value, *where, scale=scaling, window_size=window, **_GROUPED
+        )
         return on_gpu.unsqueeze(0), None
     return _padded_attention((query, key, value), scaling, sliding_window, cu_seq_lens_q), None
 
 
-def _padded_attention(qkv: Sequence[Tensor], scaling: float | None, window: int | None, starts: Tensor) -> Tensor:
+def _padded_attention(
+    qkv: Sequence[Tensor], scaling: float | None, window: int | None, starts: Tensor
+) -> Tensor:
     """The same on a CPU: one call for all sequences whose lengths are between two powers of two."""
     lengths = starts.diff()
     sizes = lengths.float().log2().ceil()
@@ -322,13 +416,26 @@ def _padded_attention(qkv: Sequence[Tensor], scaling: float | None, window: int 
         real_nl = columns_l < lengths[is_here][:, None]
         places_nl = torch.where(real_nl, starts[:-1][is_here][:, None] + columns_l, 0)
         query_nhld, key_nhld, value_nhld = (
-            states[0].index_select(1, places_nl.flatten()).unflatten(1, places_nl.shape).transpose(0, 1)
+            states[0]
+            .index_select(1, places_nl.flatten())
+            .unflatten(1, places_nl.shape)
+            .transpose(0, 1)
             for states in qkv
         )
         if window is not None and window < length:
-            mask = torch.ones(length, length, dtype=torch.bool, device=starts.device).tril().triu(1 - window)
+            mask = (
+                torch.ones(length, length, dtype=torch.bool, device=starts.device)
+                .tril()
+                .triu(1 - window)
+            )
         outputs_nhld = F.scaled_dot_product_attention(
-            query_nhld, key_nhld, value_nhld, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+            query_nhld,
+            key_nhld,
+            value_nhld,
+            mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=True,
         )
         outputs.append(outputs_nhld.transpose(1, 2)[real_nl])
         places.append(places_nl[real_nl])

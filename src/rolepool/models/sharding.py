@@ -1,7 +1,8 @@
-"""How a model computes on the ranks of a pool: in 16 bits and compiled on a GPU, and sharded with FSDP2.
+"""How a model computes on the ranks of a pool: in 16 bits and compiled on a GPU, and sharded with
+FSDP2.
 
-Owns these three changes to a Hugging Face model and their order, gathering whole weights, and sums over ranks. In a
-pool of one process models are not sharded. Nothing is compiled for a CPU.
+Owns these three changes to a Hugging Face model and their order, gathering whole weights, and sums
+over ranks. In a pool of one process models are not sharded. Nothing is compiled for a CPU.
 """
 
 import shutil
@@ -27,13 +28,15 @@ from rolepool.errors import logger
 PACKED = "rolepool_packed"
 """`attn_implementation` of models that run packed rows; their layers are compiled on a GPU."""
 TOKEN_SCORES = "token_scores"
-"""A method that policies have (see `packing`). Weights are cast and gathered for it as they are for `forward`."""
+"""A method that policies have (see `packing`). Weights are cast and gathered for it as they are for
+`forward`."""
 MOST_VERSIONS = 32
 """Maximum number of compiled versions of one function."""
 
 
 def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
-    """The model on its device, sharded over `fsdp_size` ranks (-1 is the whole pool) and replicated over the rest."""
+    """The model on its device, sharded over `fsdp_size` ranks (-1 is the whole pool) and replicated
+    over the rest."""
     _, world_size = rank_and_count()
     layers = decoder_layers(model)
     own_methods = [TOKEN_SCORES] if hasattr(model, TOKEN_SCORES) else []
@@ -41,13 +44,16 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
         compute_in(torch.bfloat16, model, layers, ["forward", *own_methods])
     config: Any = getattr(model, "config", None)
     if device == "cuda" and config._attn_implementation == PACKED:
-        # After `compute_in`, so that its casts are compiled, too. Gathering weights and checkpointing are not compiled.
+        # After `compute_in`, so that its casts are compiled, too. Gathering weights and
+        # checkpointing are not compiled.
         for layer in layers:
             layer.forward = compiled(layer.forward, _mark_head_size)
     if world_size == 1:
         return model.to(device)
     size = world_size if fsdp_size == -1 else fsdp_size
-    dims = {"shard": size} if size == world_size else {"replicate": world_size // size, "shard": size}
+    dims = (
+        {"shard": size} if size == world_size else {"replicate": world_size // size, "shard": size}
+    )
     mesh = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
     shard_over(mesh, model, layers, device)
     for name in own_methods:
@@ -55,17 +61,24 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
     return model
 
 
-def shard_over(mesh: DeviceMesh, model: nn.Module, layers: Sequence[nn.Module], device: str) -> None:
+def shard_over(
+    mesh: DeviceMesh, model: nn.Module, layers: Sequence[nn.Module], device: str
+) -> None:
     """Shard the layers, and then what is outside of them, over the ranks of a mesh."""
     # Weights, gradients and optimizer states stay in fp32; a GPU computes in bf16.
-    policy = MixedPrecisionPolicy() if device == "cpu" else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    # Layers move to the device one by one when they are sharded, so the whole model never has to fit there.
-    # FSDP2 warns about in-place changes to outputs that are views; rolepool makes none.
+    policy = (
+        MixedPrecisionPolicy()
+        if device == "cpu"
+        else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    )
+    # Layers move to the device one by one when they are sharded, so the whole model never has to
+    # fit there. FSDP2 warns about in-place changes to outputs that are views; rolepool makes none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in (*layers, model):
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
-        # The loss of the mini-batch is the sum of the ranks' losses, so gradients are summed. Averaging them
-        # and scaling back would round them. They are plain sums, because gloo has no other reduction.
+        # The loss of the mini-batch is the sum of the ranks' losses, so gradients are summed.
+        # Averaging them and scaling back would round them. They are plain sums, because gloo has no
+        # other reduction.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
 
@@ -79,11 +92,14 @@ def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
 # 16 bits
 
 
-def compute_in(dtype: torch.dtype, model: nn.Module, layers: Iterable[nn.Module], methods: Iterable[str]) -> None:
-    """Let the layers, and these methods of the model around them, compute with copies of the weights in `dtype`.
+def compute_in(
+    dtype: torch.dtype, model: nn.Module, layers: Iterable[nn.Module], methods: Iterable[str]
+) -> None:
+    """Let the layers, and these methods of the model around them, compute with copies of the
+    weights in `dtype`.
 
-    Each layer creates its copies when it runs, and in training may keep them for its backward pass. Weights and
-    gradients stay in fp32. FSDP2 does the same for sharded models.
+    Each layer creates its copies when it runs, and in training may keep them for its backward pass.
+    Weights and gradients stay in fp32. FSDP2 does the same for sharded models.
     """
     if all(parameter.dtype == dtype for parameter in model.parameters()):
         return
@@ -97,7 +113,8 @@ def compute_in(dtype: torch.dtype, model: nn.Module, layers: Iterable[nn.Module]
 
 
 class _Call(nn.Module):
-    """Wraps a method of a module as a `forward`, so that `functional_call` can replace the weights for one call."""
+    """Wraps a method of a module as a `forward`, so that `functional_call` can replace the weights
+    for one call."""
 
     def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
         super().__init__()
@@ -107,7 +124,9 @@ class _Call(nn.Module):
         return self.method(*args, **kwargs)
 
 
-def _use_copies(dtype: torch.dtype, module: nn.Module, method: str, weights: Container[str]) -> None:
+def _use_copies(
+    dtype: torch.dtype, module: nn.Module, method: str, weights: Container[str]
+) -> None:
     call = _Call(module, getattr(module, method))
 
     def with_copies(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +143,8 @@ def _use_copies(dtype: torch.dtype, module: nn.Module, method: str, weights: Con
 def compiled(function: Callable[..., Any], mark: Callable[..., None]) -> Callable[..., Any]:
     """The compiled function, for any number of tokens; the function itself if there is no compiler.
 
-    `mark` gets the arguments before each call and marks sizes as constant, so that kernels are compiled for them.
+    `mark` gets the arguments before each call and marks sizes as constant, so that kernels are
+    compiled for them.
     """
     if not has_compiler():
         return function
@@ -137,24 +157,32 @@ def compiled(function: Callable[..., Any], mark: Callable[..., None]) -> Callabl
     return call
 
 
-def _mark_head_size(*_: Any, position_embeddings: Iterable[Tensor] | None = None, **__: Any) -> None:
-    """Mark the width of rotary tables. Otherwise kernels would divide by it for every number that they move."""
+def _mark_head_size(
+    *_: Any, position_embeddings: Iterable[Tensor] | None = None, **__: Any
+) -> None:
+    """Mark the width of rotary tables. Otherwise kernels would divide by it for every number that
+    they move."""
     for table in position_embeddings or ():
         torch._dynamo.mark_static(table, table.dim() - 1)
 
 
 def compiled_for_weight(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `compiled`, for a function whose second argument is a weight: kernels are compiled for its exact size."""
+    """As `compiled`, for a function whose second argument is a weight: kernels are compiled for its
+    exact size."""
     return compiled(function, lambda inputs, weight, *_: torch._dynamo.mark_static(weight))
 
 
 @cache
 def has_compiler() -> bool:
-    """Whether functions can be compiled. The first call sets up logging of how long compiling takes."""
+    """Whether functions can be compiled. The first call sets up logging of how long compiling
+    takes."""
     if not has_triton() or not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        logger.warning("found no Triton or no C compiler, so models run uncompiled and slower; install gcc and triton")
+        logger.warning(
+            "found no Triton or no C compiler, so models run uncompiled and slower; install gcc and triton"
+        )
         return False
-    # Roles of a process share the code of layers; training, scoring and frozen weights need their own versions.
+    # Roles of a process share the code of layers; training, scoring and frozen weights need their
+    # own versions.
     torch._dynamo.config.recompile_limit = MOST_VERSIONS
     started_s = [0.0]
     on_compile_start(lambda _: started_s.append(time.perf_counter()))
@@ -185,8 +213,11 @@ def max_over_ranks(value: int, device: str) -> int:
     return int(sum_over_ranks([value], device, dist.ReduceOp.MAX)[0])
 
 
-def sum_over_ranks(numbers: Iterable[float], device: str, operation: Any = dist.ReduceOp.SUM) -> list[float]:
-    """Every number summed over the pool (or reduced by another operation). All ranks must have as many numbers."""
+def sum_over_ranks(
+    numbers: Iterable[float], device: str, operation: Any = dist.ReduceOp.SUM
+) -> list[float]:
+    """Every number summed over the pool (or reduced by another operation). All ranks must have as
+    many numbers."""
     values = torch.tensor(list(numbers), dtype=torch.float64)
     if len(values) and rank_and_count()[1] > 1:
         values = values.to(device)

@@ -1,8 +1,9 @@
 """Measures what it costs that a model is sharded: a small model computes with and without sharding.
 
-Owns the small model and the order of the measurements. It uses the same calls as training, so the times contain
-everything that sharding adds: collectives, copies before and after them, and the work of the host. It takes about a
-second. The times of two sizes of the model tell the cost of a layer from the cost of its parameters.
+Owns the small model and the order of the measurements. It uses the same calls as training, so the
+times contain everything that sharding adds: collectives, copies before and after them, and the work
+of the host. It takes about a second. The times of two sizes of the model tell the cost of a layer
+from the cost of its parameters.
 """
 
 import time
@@ -27,11 +28,12 @@ WIDTHS = {"cpu": (64, 192), "cuda": (64, 1024)}
 NUM_REPEATS = {"cpu": (7, 4), "cuda": (20, 20)}
 """Repetitions for the two sizes."""
 NUM_ACTIVATIONS = 2**15
-"""Numbers that a layer passes on, so that it computes for a while between two collectives, as it does in training."""
+"""Numbers that a layer passes on, so that it computes for a while between two collectives, as it
+does in training."""
 ROW_LENGTH = 16
 CACHE_BYTES = 2**23
-"""What is written before each measured time. In training much happens between two passes of the same kind, so code and
-weights are not in the caches of the processor any more."""
+"""What is written before each measured time. In training much happens between two passes of the
+same kind, so code and weights are not in the caches of the processor any more."""
 GATHER_EVERY = 2
 """Gathering all weights one by one takes longest, so it is repeated less often."""
 NUM_WARM_REPEATS = 1
@@ -42,8 +44,8 @@ Seconds = dict[str, list[float]]
 
 
 def small_model(width: int) -> nn.Module:
-    """A Llama with few layers, because what FSDP does around a layer depends on its arguments and its number of
-    weights."""
+    """A Llama with few layers, because what FSDP does around a layer depends on its arguments and
+    its number of weights."""
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=2 * width,
@@ -56,15 +58,16 @@ def small_model(width: int) -> nn.Module:
 
 
 def sizes_to_measure(num_ranks: int, device: str) -> list[int]:
-    """How many ranks the model is sharded over, one after another. On a GPU each size would need connections of its
-    own, which take memory and seconds, so only those of the whole group are used."""
+    """How many ranks the model is sharded over, one after another. On a GPU each size would need
+    connections of its own, which take memory and seconds, so only those of the whole group are
+    used."""
     sizes = {num_ranks} if device == "cuda" else {2, num_ranks}
     return sorted(size for size in sizes if 1 < size <= num_ranks)
 
 
 def measure_sharding(device: str) -> list[ShardingTime]:
-    """The times on this rank, for each number of ranks that is measured. All ranks of the process group must call it.
-    Ranks that are not among those of a measurement wait for the next one."""
+    """The times on this rank, for each number of ranks that is measured. All ranks of the process
+    group must call it. Ranks that are not among those of a measurement wait for the next one."""
     rank = dist.get_rank()
     measured: list[ShardingTime] = []
     for num_ranks in sizes_to_measure(dist.get_world_size(), device):
@@ -78,7 +81,9 @@ def measure_sharding(device: str) -> list[ShardingTime]:
     return measured
 
 
-def _measure_width(device: str, mesh: DeviceMesh, width: int, num_repeats: int) -> Iterator[ShardingTime]:
+def _measure_width(
+    device: str, mesh: DeviceMesh, width: int, num_repeats: int
+) -> Iterator[ShardingTime]:
     model = small_model(width)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     alone_s = _time_parts(model.to(device), width, device, num_repeats)
@@ -91,10 +96,13 @@ def _measure_width(device: str, mesh: DeviceMesh, width: int, num_repeats: int) 
 
 
 def _time_parts(model: nn.Module, width: int, device: str, num_repeats: int) -> Seconds:
-    """The times of the parts of an update, of computing without gradients, and of gathering all weights."""
+    """The times of the parts of an update, of computing without gradients, and of gathering all
+    weights."""
     other = torch.zeros(CACHE_BYTES if device == "cpu" else 0, dtype=torch.uint8)
     optimizer = torch.optim.AdamW(model.parameters(), fused=device == "cuda")
-    ids = torch.ones(max(1, NUM_ACTIVATIONS // width // ROW_LENGTH), ROW_LENGTH, dtype=torch.long, device=device)
+    ids = torch.ones(
+        max(1, NUM_ACTIVATIONS // width // ROW_LENGTH), ROW_LENGTH, dtype=torch.long, device=device
+    )
     seconds: Seconds = {}
     for number in range(NUM_WARM_REPEATS + num_repeats):
         times: Seconds = seconds if number >= NUM_WARM_REPEATS else {}

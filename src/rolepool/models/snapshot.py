@@ -1,8 +1,8 @@
 """Snapshots of models in training: copies in shared memory, which stay if the process dies.
 
-Owns writing them. A complete snapshot looks like a role's folder of a checkpoint, so `load_trained` reads it, with any
-number of ranks. Its files are written again for every snapshot, because new pages of shared memory take longer than
-the copy itself.
+Owns writing them. A complete snapshot looks like a role's folder of a checkpoint, so `load_trained`
+reads it, with any number of ranks. Its files are written again for every snapshot, because new
+pages of shared memory take longer than the copy itself.
 """
 
 import json
@@ -48,7 +48,8 @@ class OpenFile:
 
 
 class SnapshotWriter:
-    """Writes the snapshots of one rank. From a GPU it copies while the GPU goes on with other work."""
+    """Writes the snapshots of one rank. From a GPU it copies while the GPU goes on with other
+    work."""
 
     def __init__(self, trained: TrainedModel) -> None:
         self._trained = trained
@@ -57,16 +58,24 @@ class SnapshotWriter:
         """Whether there was a warning since the last snapshot that could be written."""
 
     def write(self, folder: Path, number: int) -> bool:
-        """Write the state. The snapshot is complete when the own files of all ranks have its number.
+        """Write the state. The snapshot is complete when the own files of all ranks have its
+        number.
 
-        Returns whether it could be written. If not, there is one warning, and the next snapshot is tried again.
+        Returns whether it could be written. If not, there is one warning, and the next snapshot is
+        tried again.
         """
         try:
             self._write(folder, number)
         except (OSError, SafetensorError) as error:
-            is_removed = not folder.parents[1].exists()  # because the run ends, or by somebody; its keeper sees that
+            is_removed = not folder.parents[
+                1
+            ].exists()  # because the run ends, or by somebody; its keeper sees that
             if not (self._has_warned or is_removed):
-                logger.warning("a snapshot is missing, because %s cannot be written: %s", folder, one_line(error))
+                logger.warning(
+                    "a snapshot is missing, because %s cannot be written: %s",
+                    folder,
+                    one_line(error),
+                )
                 self._has_warned = True
             return False
         self._has_warned = False
@@ -78,11 +87,15 @@ class SnapshotWriter:
             self._close(file)
         rank, num_ranks = rank_and_count()
         shard, own_file = snapshot_files(folder, rank, num_ranks)
-        own_file.unlink(missing_ok=True)  # from now on, the earlier snapshot in this folder is not complete
+        own_file.unlink(
+            missing_ok=True
+        )  # from now on, the earlier snapshot in this folder is not complete
         tensors = all_tensors(self._trained)
         parts = own_parts(tensors)
         copies = self._opened(shard, tensors, parts)
-        ready = write_atomically(own_file.with_suffix(".new"), [rank_state_text(self._trained, tensors, number)])
+        ready = write_atomically(
+            own_file.with_suffix(".new"), [rank_state_text(self._trained, tensors, number)]
+        )
 
         def publish() -> None:
             with suppress(OSError):  # the folder is removed if its keeper dies or the run ends
@@ -90,9 +103,11 @@ class SnapshotWriter:
 
         self._trained.copy_later(list(parts.values()), [copies[name] for name in parts], publish)
 
-    def _opened(self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The copies of these parts of tensors in a file, as views of its memory. If the file is for other parts, it is
-        replaced."""
+    def _opened(
+        self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The copies of these parts of tensors in a file, as views of its memory. If the file is
+        for other parts, it is replaced."""
         names = [(name, part.shape) for name, part in parts.items()]
         if path in self._files and self._files[path].parts != names:
             self._close(self._files[path])
@@ -100,19 +115,30 @@ class SnapshotWriter:
             self._files[path] = self._made(path, tensors, parts)
         return self._files[path].copies
 
-    def _made(self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]) -> OpenFile:
-        for folder in (path.parent.parent, path.parent):  # not those above, which are removed when the run ends
+    def _made(
+        self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]
+    ) -> OpenFile:
+        for folder in (
+            path.parent.parent,
+            path.parent,
+        ):  # not those above, which are removed when the run ends
             folder.mkdir(exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)
         offsets = {name: {"saved_offsets": _offset(tensors[name])} for name in parts}
         copies = {name: torch.empty(part.shape, dtype=part.dtype) for name, part in parts.items()}
         try:
-            save_file(copies, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
+            save_file(
+                copies, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
+            )
         except BaseException:
-            path.unlink(missing_ok=True)  # a part of a file would take the room that the next snapshot needs
+            path.unlink(
+                missing_ok=True
+            )  # a part of a file would take the room that the next snapshot needs
             raise
         memory, views = _mapped(path, copies)
-        if self._trained.device != "cpu":  # the GPU copies only to pinned memory while it goes on with other work
+        if (
+            self._trained.device != "cpu"
+        ):  # the GPU copies only to pinned memory while it goes on with other work
             torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         names = [(name, part.shape) for name, part in parts.items()]
         return OpenFile(path, names, memory, views, path.stat().st_ino)
@@ -126,7 +152,8 @@ class SnapshotWriter:
 
 @torch.no_grad()
 def own_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank writes: its shards, if it is the first of its replicas, and on rank 0 what is not sharded."""
+    """What this rank writes: its shards, if it is the first of its replicas, and on rank 0 what is
+    not sharded."""
     parts: dict[str, Tensor] = {}
     rank, _ = rank_and_count()
     for name, tensor in tensors.items():
@@ -135,7 +162,10 @@ def own_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 parts[name] = tensor
             continue
         place = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
-        if any(at and isinstance(how, Replicate) for at, how in zip(place, tensor.placements, strict=True)):
+        if any(
+            at and isinstance(how, Replicate)
+            for at, how in zip(place, tensor.placements, strict=True)
+        ):
             continue
         local = tensor.to_local()
         if local.numel():
@@ -147,7 +177,9 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
     """Where the part of a tensor that this rank holds begins in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return tuple(offset)
 
 

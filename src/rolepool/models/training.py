@@ -1,7 +1,8 @@
-"""Models on their devices: frozen, or in training with an optimizer and one exact optimizer step per mini-batch.
+"""Models on their devices: frozen, or in training with an optimizer and one exact optimizer step
+per mini-batch.
 
-Owns gradient accumulation, clipping, learning rate, offload, and how much of a GPU's arithmetic an update uses. The
-caller passes the loss.
+Owns gradient accumulation, clipping, learning rate, offload, and how much of a GPU's arithmetic an
+update uses. The caller passes the loss.
 """
 
 import math
@@ -23,23 +24,35 @@ from rolepool.models.sharding import shard, whole
 from rolepool.protocol.worker import part, work_of
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
-"""The loss of some rows, and metrics. Summed over micro-batches and ranks they are those of the whole mini-batch."""
+"""The loss of some rows, and metrics. Summed over micro-batches and ranks they are those of the
+whole mini-batch."""
 
 COPIES_AT_ONCE = 200
-"""Copies that wait in the queue of a GPU. It has about a thousand places, and if it is full, other work waits, too."""
-PEAK_TFLOPS = {"A100": 312, "L40S": 362, "H20": 148, "H100": 989, "H200": 989, "H800": 989, "B200": 2250}
+"""Copies that wait in the queue of a GPU. It has about a thousand places, and if it is full, other
+work waits, too."""
+PEAK_TFLOPS = {
+    "A100": 312,
+    "L40S": 362,
+    "H20": 148,
+    "H100": 989,
+    "H200": 989,
+    "H800": 989,
+    "B200": 2250,
+}
 """10^12 matrix operations per second in 16 bits, without sparsity, by a word of the GPU's name."""
 
 
 class DeviceModel:
-    """A model that is on its device while it computes. What is offloaded is in host memory while the model is idle."""
+    """A model that is on its device while it computes. What is offloaded is in host memory while
+    the model is idle."""
 
     model: nn.Module
     device: str
     _moves: list[Callable[[str], object]]
     """What moves offloaded tensors to a device."""
     failure: BaseException | None = None
-    """The error of an update that failed halfway. The weights are not usable until all of them are replaced."""
+    """The error of an update that failed halfway. The weights are not usable until all of them are
+    replaced."""
 
     @contextmanager
     def on_device(self, *, training: bool = False) -> Iterator[nn.Module]:
@@ -48,7 +61,9 @@ class DeviceModel:
         After an update that failed halfway every use raises an error, too.
         """
         if self.failure is not None:
-            raise RolepoolError(f"an earlier update failed, so these weights cannot be used: {self.failure!r}")
+            raise RolepoolError(
+                f"an earlier update failed, so these weights cannot be used: {self.failure!r}"
+            )
         for move in self._moves:
             if training or move == self.model.to:  # only training needs the optimizer
                 move(self.device)
@@ -64,8 +79,8 @@ class DeviceModel:
     def _leave_device(self) -> None:
         """Free memory after a use of the model: gathered weights, and what is offloaded."""
         if isinstance(self.model, FSDPModule):
-            # Without a backward pass FSDP2 would keep the embedding, head and last norm gathered for the next forward
-            # pass.
+            # Without a backward pass FSDP2 would keep the embedding, head and last norm gathered
+            # for the next forward pass.
             self.model.reshard()
         for move in self._moves:
             move("cpu")
@@ -86,15 +101,31 @@ class TrainedModel(DeviceModel):
     """A model, its AdamW and its learning rate."""
 
     def __init__(
-        self, model: nn.Module, *, device: str, optim: OptimConfig, fsdp: FsdpConfig, grad_clip: float, num_steps: int
+        self,
+        model: nn.Module,
+        *,
+        device: str,
+        optim: OptimConfig,
+        fsdp: FsdpConfig,
+        grad_clip: float,
+        num_steps: int,
     ) -> None:
         """`num_steps` is the number of steps in which the model is updated."""
         self.model, self.device = shard(model, device, fsdp.fsdp_size), device
         self.optim, self.grad_clip = optim, grad_clip
         self.num_steps, self.num_updates = num_steps, 0
-        settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **settings, fused=device == "cuda")
-        moves = ((self.model.to, fsdp.param_offload), (self._move_optimizer, fsdp.optimizer_offload))
+        settings: dict[str, Any] = {
+            "lr": optim.lr,
+            "betas": optim.betas,
+            "weight_decay": optim.weight_decay,
+        }
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), **settings, fused=device == "cuda"
+        )
+        moves = (
+            (self.model.to, fsdp.param_offload),
+            (self._move_optimizer, fsdp.optimizer_offload),
+        )
         self._moves = [move for move, is_offloaded in moves if is_offloaded and device != "cpu"]
         self._copier = ThreadPoolExecutor(1)
         self._copying: Future[None] | None = None
@@ -105,9 +136,12 @@ class TrainedModel(DeviceModel):
         """The stream that copies weights to host memory while the GPU computes."""
         return torch.cuda.Stream()
 
-    def copy_later(self, sources: list[Tensor], copies: list[Tensor], then: Callable[[], object]) -> None:
-        """Copy parts of the state to host memory, then call a function. On a GPU a thread does it in its own stream,
-        after the work so far and beside later work. Only the next update waits for it."""
+    def copy_later(
+        self, sources: list[Tensor], copies: list[Tensor], then: Callable[[], object]
+    ) -> None:
+        """Copy parts of the state to host memory, then call a function. On a GPU a thread does it
+        in its own stream, after the work so far and beside later work. Only the next update waits
+        for it."""
         if self.device == "cpu":
             if sources:
                 torch._foreach_copy_(copies, sources)
@@ -133,7 +167,8 @@ class TrainedModel(DeviceModel):
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next update: linear warm-up, then constant or a cosine down to min_lr_ratio."""
+        """Learning rate of the next update: linear warm-up, then constant or a cosine down to
+        min_lr_ratio."""
         optim, step, warmup = self.optim, self.num_updates, self.optim.lr_warmup_steps
         if warmup < 0:
             warmup = int(optim.lr_warmup_steps_ratio * self.num_steps)
@@ -148,20 +183,21 @@ class TrainedModel(DeviceModel):
     def step(
         self, micro_batches: Sequence[Sequence[int]], loss_of: LossOf, lengths: Sequence[int] = ()
     ) -> dict[str, Tensor]:
-        """One optimizer step on a mini-batch, given as the rows of each micro-batch on this rank, and the lengths of
-        rows, which are only recorded.
+        """One optimizer step on a mini-batch, given as the rows of each micro-batch on this rank,
+        and the lengths of rows, which are only recorded.
 
-        Metrics are sums over this rank's rows, except `grad_norm`, which is that of the whole pool; if it is not
-        finite, the update is skipped. They stay on the device, because reading them would wait for the device, which
-        would then be idle until it gets more work.
+        Metrics are sums over this rank's rows, except `grad_norm`, which is that of the whole pool;
+        if it is not finite, the update is skipped. They stay on the device, because reading them
+        would wait for the device, which would then be idle until it gets more work.
         """
         self.model.train()
         self.wait_for_copies()  # they read what the update changes
         totals: dict[str, Tensor] = {}
         for number, rows in enumerate(micro_batches, 1):
             if isinstance(self.model, FSDPModule):
-                # Each backward pass sums gradients over shards, because unsharded gradients would take as much memory
-                # as the whole model. Only the last one also sums them over replicas.
+                # Each backward pass sums gradients over shards, because unsharded gradients would
+                # take as much memory as the whole model. Only the last one also sums them over
+                # replicas.
                 self.model.set_requires_all_reduce(number == len(micro_batches))
             work = work_of(lengths[row] for row in rows) if lengths else (0, 0)
             with part("forward", *work):
@@ -190,16 +226,21 @@ class TrainedModel(DeviceModel):
                     state[name] = value.to(device)
 
 
-def model_utilization(shape: ModelShape | None, lengths: Tensor, seconds: float, gpu_name: str) -> float | None:
-    """The share of its GPU's peak FLOPS that one rank's update on rows of these lengths used, between 0 and 1; None if
-    the model's shape or the GPU's peak is not known.
+def model_utilization(
+    shape: ModelShape | None, lengths: Tensor, seconds: float, gpu_name: str
+) -> float | None:
+    """The share of its GPU's peak FLOPS that one rank's update on rows of these lengths used,
+    between 0 and 1; None if the model's shape or the GPU's peak is not known.
 
-    Forward and backward take six operations per parameter and token, and causal attention within each sequence.
+    Forward and backward take six operations per parameter and token, and causal attention within
+    each sequence.
     """
     words = re.split(r"\W+", gpu_name)
     peak_tflops = next((tflops for word, tflops in PEAK_TFLOPS.items() if word in words), None)
     if shape is None or peak_tflops is None:
         return None
-    attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * int((lengths.long() ** 2).sum())
+    attention = (
+        6 * shape.num_layers * shape.num_heads * shape.head_dim * int((lengths.long() ** 2).sum())
+    )
     num_operations = 6.0 * shape.num_params * int(lengths.sum()) + attention
     return num_operations / (seconds * peak_tflops * 1e12)

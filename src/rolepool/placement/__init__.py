@@ -1,4 +1,5 @@
-"""Placement: which roles are in which pools on which GPUs. Only data and arithmetic, no torch, no ray."""
+"""Placement: which roles are in which pools on which GPUs. Only data and arithmetic, no torch, no
+ray."""
 
 from rolepool.placement.plan import Plan, ResourcePool, ResourcePoolManager, build_plan
 from rolepool.placement.roles import Role

@@ -1,8 +1,9 @@
 """Checks of a plan, and advice for one that does not fit in memory.
 
-A check is about counts: batch sizes, tensor parallelism and sharding must divide evenly over each role's pool, and
-sequences must not be longer than the models allow. A failed check is certain and stops a run. Memory is only estimated
-(in `estimate`). Advice is a list of overrides that were tried on the estimate and help; none is a guess.
+A check is about counts: batch sizes, tensor parallelism and sharding must divide evenly over each
+role's pool, and sequences must not be longer than the models allow. A failed check is certain and
+stops a run. Memory is only estimated (in `estimate`). Advice is a list of overrides that were tried
+on the estimate and help; none is a guess.
 """
 
 import math
@@ -14,11 +15,23 @@ from typing import Any, NamedTuple
 from rolepool.config import Config, model_files, show
 from rolepool.config.base import lines_of
 from rolepool.config.fitting import num_cores
-from rolepool.config.functions import ADV_ESTIMATORS, ENGINES, import_environment, import_object, may_import
+from rolepool.config.functions import (
+    ADV_ESTIMATORS,
+    ENGINES,
+    import_environment,
+    import_object,
+    may_import,
+)
 from rolepool.config.schema import contradictions, divisor_near
 from rolepool.config.stop_tokens import read_stop_tokens
 from rolepool.errors import RolepoolError
-from rolepool.placement.estimate import GIB, SHARED_MEMORY, MemoryEstimate, estimate_memory, peak_by_role
+from rolepool.placement.estimate import (
+    GIB,
+    SHARED_MEMORY,
+    MemoryEstimate,
+    estimate_memory,
+    peak_by_role,
+)
 from rolepool.placement.plan import Plan, build_plan
 from rolepool.placement.roles import ROLE_SPECS, Role, longest_row, model_of
 from rolepool.units import show_bytes
@@ -57,8 +70,8 @@ def find_problems(config: Config, plan: Plan) -> list[str]:
 
 
 def plan_problems(config: Config) -> list[str]:
-    """Why a config cannot be planned, or which checks its plan fails. A config that was not read without errors has
-    keys without values; what depends on them is not checked."""
+    """Why a config cannot be planned, or which checks its plan fails. A config that was not read
+    without errors has keys without values; what depends on them is not checked."""
     return lines_of(_problems_of_plan(config))
 
 
@@ -72,18 +85,24 @@ def find_warnings(config: Config, plan: Plan, *, on_cpus: bool) -> Iterator[str]
     if num_samples == 1 and "index" in ADV_ESTIMATORS.get(name, ()):
         reason = f"algorithm.adv_estimator={name} compares the responses to one prompt, and there is only one"
         yield f"actor_rollout_ref.rollout.n=1: {reason}; set it to 2 or more, for example 8"
-    num_processes, cores = sum(pool.counts_by_node.get(0, 0) for pool in plan.pools.values()), num_cores()
+    num_processes, cores = (
+        sum(pool.counts_by_node.get(0, 0) for pool in plan.pools.values()),
+        num_cores(),
+    )
     if on_cpus and num_processes > cores:
         reason = f"{num_processes} processes share {cores} CPU core{'s' if cores > 1 else ''} and will be slow"
         yield f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {reason}; use fewer processes"
     model = config.actor_rollout_ref.model.path
-    if not config.actor_rollout_ref.rollout.ignore_eos and may_import(str(model)):  # a chat template is a program
+    if not config.actor_rollout_ref.rollout.ignore_eos and may_import(
+        str(model)
+    ):  # a chat template is a program
         with suppress(RolepoolError):  # a problem of `find_problems`
             yield from read_stop_tokens(config).warnings()
 
 
 def find_snapshot_warnings(needed: int) -> Iterator[str]:
-    """A line if the snapshots of a run on this machine, `needed` bytes, do not fit in its shared memory."""
+    """A line if the snapshots of a run on this machine, `needed` bytes, do not fit in its shared
+    memory."""
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else 0
     if needed > free:
         what = f"snapshots need {show_bytes(needed)} of {SHARED_MEMORY}, and {show_bytes(free)} are free"
@@ -92,7 +111,8 @@ def find_snapshot_warnings(needed: int) -> Iterator[str]:
 
 
 def _groups(config: Config, plan: Plan, role: Role) -> Iterator[str]:
-    """A tensor-parallel group stays inside a node; a sharding group may span the nodes of its pool."""
+    """A tensor-parallel group stays inside a node; a sharding group may span the nodes of its
+    pool."""
     name, spec, pool = plan.roles[role], ROLE_SPECS[role], plan.pool_of(role)
     sharding = f"{spec.fsdp}.fsdp_size" if spec.fsdp is not None and spec.is_trained else None
     per_node = (spec.tensor_parallel, sorted(set(pool.counts_by_node.values())), "per node")
@@ -106,10 +126,13 @@ def _groups(config: Config, plan: Plan, role: Role) -> Iterator[str]:
 
 
 def _micro_batches(config: Config, plan: Plan, role: Role) -> Iterator[str]:
-    """A role that is trained splits the sequences of a mini-batch on each process into equal micro-batches."""
+    """A role that is trained splits the sequences of a mini-batch on each process into equal
+    micro-batches."""
     spec, pool, parts = ROLE_SPECS[role], plan.roles[role], plan.num_parts(config, role)
     for keys in (keys for operation, keys in spec.batched if operation.trains):
-        num_sequences = config.at(f"{spec.section}.ppo_mini_batch_size") * config.actor_rollout_ref.rollout.n
+        num_sequences = (
+            config.at(f"{spec.section}.ppo_mini_batch_size") * config.actor_rollout_ref.rollout.n
+        )
         per_gpu, rest = divmod(num_sequences, parts)
         size = None if config.at(keys.by_tokens) else config.at(keys.rows)
         if size is not None and not rest and per_gpu > size and per_gpu % size:
@@ -117,13 +140,18 @@ def _micro_batches(config: Config, plan: Plan, role: Role) -> Iterator[str]:
             yield f"{keys.rows}={size}: must divide {number}; use {divisor_near(per_gpu, size)}"
 
 
-def _batches(config: Config, plan: Plan, role: Role, reported: set[tuple[str, int]]) -> Iterator[str]:
-    """Every role splits the batch over its ranks, and a role that is trained splits every mini-batch.
+def _batches(
+    config: Config, plan: Plan, role: Role, reported: set[tuple[str, int]]
+) -> Iterator[str]:
+    """Every role splits the batch over its ranks, and a role that is trained splits every
+    mini-batch.
 
     `reported` are the keys that have a line already, each with a number of parts.
     """
     num_samples = config.actor_rollout_ref.rollout.n
-    num_mini_batches = max(1, config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size)
+    num_mini_batches = max(
+        1, config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
+    )
     spec, pool, parts = ROLE_SPECS[role], plan.roles[role], plan.num_parts(config, role)
     # The batch sizes that are offered can also be split into the same number of mini-batches.
     multiples = {"data.train_batch_size": num_mini_batches}
@@ -143,11 +171,14 @@ def _batches(config: Config, plan: Plan, role: Role, reported: set[tuple[str, in
 def _lengths(config: Config, plan: Plan) -> Iterator[str]:
     """Every model must have a position for each token of the longest row that it reads."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    # The first role of each path: a critic that starts from the policy's folder has the policy's overrides, too.
+    # The first role of each path: a critic that starts from the policy's folder has the policy's
+    # overrides, too.
     by_path = {model_of(config, role)[0]: role for role in reversed(plan.roles)}
     for path, role in reversed(by_path.items()):
         spec = ROLE_SPECS[role]
-        with suppress(ValueError, TypeError):  # models that are not on disk yet, or that have no limit
+        with suppress(
+            ValueError, TypeError
+        ):  # models that are not on disk yet, or that have no limit
             limit = model_files.num_positions(model_files.read_model_file(*model_of(config, role)))
             if longest_row(config, role) > limit:
                 fix = f", or set {spec.max_length}={limit}" if spec.max_length is not None else ""
@@ -157,8 +188,9 @@ def _lengths(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _engine(config: Config) -> Iterator[str]:
-    """The rollout engine must be able to run the policy, and to split it over its tensor-parallel ranks. Engines that
-    cannot be trained with yet are reported by `LoadedConfig.why_not_trained`."""
+    """The rollout engine must be able to run the policy, and to split it over its tensor-parallel
+    ranks. Engines that cannot be trained with yet are reported by
+    `LoadedConfig.why_not_trained`."""
     model, keys = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     reasons = engines_of(config)
     if (reason := reasons.get(keys.engine)) is not None:
@@ -169,12 +201,15 @@ def _engine(config: Config) -> Iterator[str]:
         with suppress(ValueError):  # models that are not on disk yet
             shape = model_files.read_shape(model.path, model.override_config)
             counts = (shape.num_heads, shape.num_kv_heads, shape.intermediate_size)
-            if (problem := model_files.why_not_parallel(*counts, keys.tensor_model_parallel_size)) is not None:
+            if (
+                problem := model_files.why_not_parallel(*counts, keys.tensor_model_parallel_size)
+            ) is not None:
                 yield problem
 
 
 def engines_of(config: Config) -> dict[str, str | None]:
-    """For each rollout engine, why it cannot run the policy, or None if it can. Empty if the model is not on disk."""
+    """For each rollout engine, why it cannot run the policy, or None if it can. Empty if the model
+    is not on disk."""
     with suppress(model_files.ShapeUnknown):
         content = model_files.read_model_file(*model_of(config, Role.Rollout))
         return {name: model_files.why_not_run(name, content) for name in ENGINES}
@@ -213,7 +248,8 @@ def _environment(config: Config) -> Iterator[str]:
 
 
 def _users_code(config: Config, key: str) -> Iterator[str]:
-    """What a key names as `module:name` can be imported; if not, the importing function raises ConfigError."""
+    """What a key names as `module:name` can be imported; if not, the importing function raises
+    ConfigError."""
     if ":" in config.at(key) and may_import(config.at(key)):
         import_object(key, config.at(key))
     yield from ()
@@ -229,7 +265,8 @@ def _mps(config: Config, plan: Plan) -> Iterator[str]:
 
 
 class Advice(NamedTuple):
-    """Changes, and the most bytes by which a pool would still be over its limit (0: everything fits)."""
+    """Changes, and the most bytes by which a pool would still be over its limit (0: everything
+    fits)."""
 
     changes: Changes
     excess: int
@@ -241,24 +278,33 @@ class Advice(NamedTuple):
 
 
 def advise(
-    config: Config, plan: Plan, estimate: MemoryEstimate, gpu_memory_bytes: int | None, replan: Replan
+    config: Config,
+    plan: Plan,
+    estimate: MemoryEstimate,
+    gpu_memory_bytes: int | None,
+    replan: Replan,
 ) -> list[Advice]:
-    """The changes with which the plan comes closest to fitting, best first and one per key; empty if it fits.
+    """The changes with which the plan comes closest to fitting, best first and one per key; empty
+    if it fits.
 
-    `replan` makes the plan of a changed config on the same nodes. If no single change is enough, changes are added one
-    by one, the most helpful first, and the sum is advised if everything fits with it.
+    `replan` makes the plan of a changed config on the same nodes. If no single change is enough,
+    changes are added one by one, the most helpful first, and the sum is advised if everything fits
+    with it.
     """
     if not estimate.excess:
         return []
     try_changes = _trials(config, gpu_memory_bytes, replan, find_problems(config, plan))
-    # A pool with a role of unknown memory has no estimate, so another division could hide that it does not fit.
+    # A pool with a role of unknown memory has no estimate, so another division could hide that it
+    # does not fit.
     candidates = [*_candidates(config, plan), *([] if estimate.unknown else _divisions(config))]
 
     def helpful(base: Advice) -> list[Advice]:
         trials = try_changes({**base.changes, **changes} for changes in candidates)
         found = [Advice(changes, trial.excess) for changes, trial in trials]
         most = max(0, base.excess - MIN_SAVED_BYTES)
-        return sorted((advice for advice in found if advice.excess <= most), key=lambda advice: advice.excess)
+        return sorted(
+            (advice for advice in found if advice.excess <= most), key=lambda advice: advice.excess
+        )
 
     best = helpful(Advice({}, estimate.excess))
     singles: dict[tuple[str, ...], Advice] = {}
@@ -267,30 +313,42 @@ def advise(
     for _ in range(MAX_COMBINED - 1):
         if best and best[0].excess:
             best = helpful(best[0])
-    combined = [advice for advice in best[:1] if not advice.excess and tuple(advice.changes) not in singles]
+    combined = [
+        advice for advice in best[:1] if not advice.excess and tuple(advice.changes) not in singles
+    ]
     return [*combined, *singles.values()][:MAX_ADVICE]
 
 
 def roomier_divisions(config: Config, role: Role) -> list[str]:
-    """The override that divides the same GPUs so that `role` needs less memory and no pool has a higher peak than now.
+    """The override that divides the same GPUs so that `role` needs less memory and no pool has a
+    higher peak than now.
 
-    For a role that ran out of memory, whatever the estimate said. At most one: the one with the lowest peak.
+    For a role that ran out of memory, whatever the estimate said. At most one: the one with the
+    lowest peak.
     """
     try_changes = _trials(config, 0, build_plan, [])  # 0: the least memory that every role needs
-    # For each division: the highest peak of all pools, and the peak while the role computes. "" is the config as it is.
+    # For each division: the highest peak of all pools, and the peak while the role computes. "" is
+    # the config as it is.
     peaks = {"": (0, 0)}
     for changes, trial in try_changes([{}, *_divisions(config)]):
         if not trial.unknown:
             of_role = max(peak_by_role(pool.roles).get(role, 0) for pool in trial.pools.values())
-            peaks[Advice(changes, 0).override] = max(pool.peak for pool in trial.pools.values()), of_role
+            peaks[Advice(changes, 0).override] = (
+                max(pool.peak for pool in trial.pools.values()),
+                of_role,
+            )
     highest, most = peaks[""]
-    better = [key for key, now in peaks.items() if now[0] <= highest and now[1] <= most - MIN_SAVED_BYTES]
+    better = [
+        key for key, now in peaks.items() if now[0] <= highest and now[1] <= most - MIN_SAVED_BYTES
+    ]
     return sorted(better, key=lambda override: (peaks[override][0], override))[:1]
 
 
-def _trials(config: Config, gpu_memory_bytes: int | None, replan: Replan, accepted: Sequence[str]) -> Trials:
-    """A function that estimates a config with changes. It skips changes that contradict other keys, or that fail a
-    check which is not in `accepted`."""
+def _trials(
+    config: Config, gpu_memory_bytes: int | None, replan: Replan, accepted: Sequence[str]
+) -> Trials:
+    """A function that estimates a config with changes. It skips changes that contradict other keys,
+    or that fail a check which is not in `accepted`."""
     # Plans by placement, because a plan of many nodes takes time and no other change moves a role.
     plans: dict[str, Plan | None] = {}
 
@@ -305,14 +363,19 @@ def _trials(config: Config, gpu_memory_bytes: int | None, replan: Replan, accept
                 with suppress(RolepoolError):
                     plans[placement] = replan(changed)
             plan = plans[placement]
-            if plan and not contradictions(changed) and not set(find_problems(changed, plan)).difference(accepted):
+            if (
+                plan
+                and not contradictions(changed)
+                and not set(find_problems(changed, plan)).difference(accepted)
+            ):
                 yield changes, estimate_memory(changed, plan, gpu_memory_bytes)
 
     return try_changes
 
 
 def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
-    """Smaller micro-batches, recomputed activations, offload, tensor parallelism, a smaller cache."""
+    """Smaller micro-batches, recomputed activations, offload, tensor parallelism, a smaller
+    cache."""
     specs = [ROLE_SPECS[role] for role in plan.roles]
     for _, keys in (batched for spec in specs for batched in spec.batched):
         key = keys.tokens if config.at(keys.by_tokens) else keys.rows
@@ -329,7 +392,9 @@ def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
         if spec.tensor_parallel is not None:
             yield {f"{spec.section}.free_cache_engine": True}
             yield from ({spec.tensor_parallel: num_ranks} for num_ranks in (2, 4, 8))
-            yield from ({f"{spec.section}.gpu_memory_utilization": part} for part in (0.4, 0.3, 0.2))
+            yield from (
+                {f"{spec.section}.gpu_memory_utilization": part} for part in (0.4, 0.3, 0.2)
+            )
 
 
 def _divisions(config: Config) -> Iterator[Changes]:

@@ -1,8 +1,10 @@
-"""The memory estimate: how many bytes every role and every pool need on one GPU, and how large micro-batches are.
+"""The memory estimate: how many bytes every role and every pool need on one GPU, and how large
+micro-batches are.
 
-Owns the formulas, which docs/memory.md shows. Chooses every micro-batch size that the config does not set, and
-whether activations are kept. The choice is made once, here, from the GPU's memory: `plan` shows it, and the workers use
-it. A plan that does not fit is a warning and never stops a run.
+Owns the formulas, which docs/memory.md shows. Chooses every micro-batch size that the config does
+not set, and whether activations are kept. The choice is made once, here, from the GPU's memory:
+`plan` shows it, and the workers use it. A plan that does not fit is a warning and never stops a
+run.
 """
 
 from bisect import bisect_left
@@ -22,16 +24,19 @@ from rolepool.placement.roles import ROLE_SPECS, MicroBatchKeys, Role, longest_r
 GIB = 2**30
 BF16, FP32 = 2, 4
 LOGITS_AT_ONCE = 2**28
-"""Most logits that exist at the same time: enough to keep a GPU busy, and small compared with activations."""
+"""Most logits that exist at the same time: enough to keep a GPU busy, and small compared with
+activations."""
 PROCESS_OVERHEAD_BYTES = int(1.0 * GIB)
-"""Memory of a process in addition to torch's tensors: CUDA context, code, communication buffers, fragmentation."""
+"""Memory of a process in addition to torch's tensors: CUDA context, code, communication buffers,
+fragmentation."""
 MOST_TOKENS = 16_384
-"""Tokens of a micro-batch whose size the config does not set, if they fit: enough to keep a GPU busy."""
+"""Tokens of a micro-batch whose size the config does not set, if they fit: enough to keep a GPU
+busy."""
 TOKENS_STEP = 1024
 """The sizes that are tried differ by this many tokens."""
 USABLE = 0.8
-"""The part of the free memory that a micro-batch may use. The rest is for what the formulas do not count and for
-fragmentation."""
+"""The part of the free memory that a micro-batch may use. The rest is for what the formulas do not
+count and for fragmentation."""
 MASK_BYTES = 3
 """For each pair of tokens of a padded row: a boolean, and the 16-bit number that it becomes."""
 
@@ -52,7 +57,8 @@ class MicroBatch:
     """Whether the backward pass recomputes activations; None if there is no backward pass."""
 
     def most_rows(self, num_rows: int, length: int) -> int:
-        """Rows of the largest micro-batch if all rows have `length` tokens. Under a token limit all are about equal."""
+        """Rows of the largest micro-batch if all rows have `length` tokens. Under a token limit all
+        are about equal."""
         if self.rows is not None:
             return min(self.rows, num_rows)
         count = -(-num_rows // max(1, self.tokens // length))
@@ -60,14 +66,23 @@ class MicroBatch:
 
 
 def default_micro_batches(config: Config, role: Role) -> dict[str, MicroBatch]:
-    """The micro-batches of each operation of a role as the config sets them; a size that is not set is the largest."""
+    """The micro-batches of each operation of a role as the config sets them; a size that is not set
+    is the largest."""
     sizes: dict[str, MicroBatch] = {}
     for operation, keys in ROLE_SPECS[role].batched:
         by_tokens = config.at(keys.by_tokens)
         rows = None if by_tokens else config.at(keys.rows)
-        tokens = config.at(keys.tokens) if by_tokens else max(MOST_TOKENS, longest_row(config, role))
-        recomputes = config.at(ROLE_SPECS[role].model).enable_gradient_checkpointing if operation.trains else None
-        sizes[operation.name] = MicroBatch(keys, rows, tokens, not by_tokens and rows is None, recomputes)
+        tokens = (
+            config.at(keys.tokens) if by_tokens else max(MOST_TOKENS, longest_row(config, role))
+        )
+        recomputes = (
+            config.at(ROLE_SPECS[role].model).enable_gradient_checkpointing
+            if operation.trains
+            else None
+        )
+        sizes[operation.name] = MicroBatch(
+            keys, rows, tokens, not by_tokens and rows is None, recomputes
+        )
     return sizes
 
 
@@ -76,7 +91,8 @@ def default_micro_batches(config: Config, role: Role) -> dict[str, MicroBatch]:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """A role's bytes on one GPU while it computes, and the bytes that stay while another role of the pool computes."""
+    """A role's bytes on one GPU while it computes, and the bytes that stay while another role of
+    the pool computes."""
 
     weights: int = 0
     gradients: int = 0
@@ -88,7 +104,14 @@ class RoleMemory:
 
     @property
     def working(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.kv_cache + self.activations + self.logits
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.kv_cache
+            + self.activations
+            + self.logits
+        )
 
 
 @dataclass(frozen=True)
@@ -109,59 +132,86 @@ class HeldModel:
 
     @property
     def loaded(self) -> RoleMemory:
-        """Memory before a micro-batch starts: sharded weights, in fp32 with two Adam states if the model is trained, in
-        16 bits otherwise."""
+        """Memory before a micro-batch starts: sharded weights, in fp32 with two Adam states if the
+        model is trained, in 16 bits otherwise."""
         weights = (FP32 if self.trained else BF16) * self.num_params // self.num_shards
         optimizer = 2 * FP32 * self.num_params // self.num_shards if self.trained else 0
-        idle = (0 if self.fsdp.param_offload else weights) + (0 if self.fsdp.optimizer_offload else optimizer)
+        idle = (0 if self.fsdp.param_offload else weights) + (
+            0 if self.fsdp.optimizer_offload else optimizer
+        )
         return RoleMemory(weights=weights, optimizer=optimizer, idle=idle)
 
     @property
     def outside_params(self) -> int:
-        """Parameters that are in no layer: embedding, last norm and head, which are gathered together."""
+        """Parameters that are in no layer: embedding, last norm and head, which are gathered
+        together."""
         return self.num_params - self.shape.num_layers * self.shape.layer_params
 
     @property
     def gathered_bytes(self) -> int:
-        """Unsharded 16-bit weights: those outside the layers for the whole pass, the current layer and the next one."""
+        """Unsharded 16-bit weights: those outside the layers for the whole pass, the current layer
+        and the next one."""
         return BF16 * (self.outside_params + 2 * self.shape.layer_params)
 
     @property
     def layer_activation_bytes(self) -> int:
-        """What one layer keeps of a token for its backward pass, in 16 bits: the inputs of norms, projections and MLP.
+        """What one layer keeps of a token for its backward pass, in 16 bits: the inputs of norms,
+        projections and MLP.
 
-        Layers of packed rows are compiled and recompute some of it; for other rows, norms also keep fp32 inputs.
+        Layers of packed rows are compiled and recompute some of it; for other rows, norms also keep
+        fp32 inputs.
         """
         num_hidden, num_mlp = (4, 3) if self.packed else (8, 4)
         shape = self.shape
-        return BF16 * (num_hidden * shape.hidden_size + shape.attention_width + num_mlp * shape.mlp_width)
+        return BF16 * (
+            num_hidden * shape.hidden_size + shape.attention_width + num_mlp * shape.mlp_width
+        )
 
     def training(self, num_tokens: int, *, recomputes: bool, accumulates: bool) -> RoleMemory:
-        """The peak of an update. Weights, gradients and Adam states are fp32 and sharded; compute is in 16 bits.
+        """The peak of an update. Weights, gradients and Adam states are fp32 and sharded; compute
+        is in 16 bits.
 
-        Sharded layers are gathered again for their backward pass; on one GPU each layer keeps its 16-bit copy for it.
-        With `accumulates` a mini-batch has several micro-batches, and gradients of earlier ones exist all the time.
+        Sharded layers are gathered again for their backward pass; on one GPU each layer keeps its
+        16-bit copy for it. With `accumulates` a mini-batch has several micro-batches, and gradients
+        of earlier ones exist all the time.
         """
-        shape, num_logit_tokens, loaded = self.shape, int(num_tokens * self.logit_share), self.loaded
+        shape, num_logit_tokens, loaded = (
+            self.shape,
+            int(num_tokens * self.logit_share),
+            self.loaded,
+        )
         gradients = loaded.weights
         earlier = gradients if accumulates else 0
-        copies = self.gathered_bytes if recomputes or self.num_shards > 1 else BF16 * self.num_params
+        copies = (
+            self.gathered_bytes if recomputes or self.num_shards > 1 else BF16 * self.num_params
+        )
         one_layer = num_tokens * self.layer_activation_bytes
-        # After the forward pass: all layers' activations, or only their inputs; and those of the last norm, which is
-        # not compiled: its input in fp32, and 16-bit outputs before and after its weights.
-        kept = shape.num_layers * (num_tokens * BF16 * shape.hidden_size if recomputes else one_layer)
+        # After the forward pass: all layers' activations, or only their inputs; and those of the
+        # last norm, which is not compiled: its input in fp32, and 16-bit outputs before and after
+        # its weights.
+        kept = shape.num_layers * (
+            num_tokens * BF16 * shape.hidden_size if recomputes else one_layer
+        )
         kept += num_tokens * (FP32 + 2 * BF16) * shape.hidden_size
         layer_gradients = num_tokens * BF16 * (2 * shape.hidden_size + shape.mlp_width)
         head = head_gradient = 0
         if num_logit_tokens:
             head_gradient = BF16 * shape.embedding_params
-            # The head's gradient in fp32, logits (their gradients replace them), hidden states and their gradients.
+            # The head's gradient in fp32, logits (their gradients replace them), hidden states and
+            # their gradients.
             hidden = 2 * BF16 * num_logit_tokens * shape.hidden_size
             head = FP32 * shape.embedding_params + self._logit_bytes(num_logit_tokens) + hidden
-        outside, outside_shard = FP32 * self.outside_params, FP32 * self.outside_params // self.num_shards
-        # Gradients, activations and logits in the backward pass of the head, of the last layer and of the first layer.
+        outside, outside_shard = (
+            FP32 * self.outside_params,
+            FP32 * self.outside_params // self.num_shards,
+        )
+        # Gradients, activations and logits in the backward pass of the head, of the last layer and
+        # of the first layer.
         in_pass = replace(loaded, weights=loaded.weights + copies)
-        in_last, in_first = kept + layer_gradients + (one_layer if recomputes else 0), one_layer + layer_gradients
+        in_last, in_first = (
+            kept + layer_gradients + (one_layer if recomputes else 0),
+            one_layer + layer_gradients,
+        )
         all_but_outside = max(earlier, gradients - outside_shard)
         peaks = [
             replace(in_pass, gradients=earlier, activations=kept, logits=head),
@@ -170,24 +220,34 @@ class HeldModel:
         ]
         # The embedding's fp32 gradient, before it is reduced over ranks and added to earlier ones.
         at_embedding = gradients + outside + (outside_shard if accumulates else 0)
-        return max(*peaks, replace(loaded, gradients=at_embedding), key=lambda memory: memory.working)
+        return max(
+            *peaks, replace(loaded, gradients=at_embedding), key=lambda memory: memory.working
+        )
 
     def scoring(self, num_tokens: int) -> RoleMemory:
-        """The peak of a forward pass: in the MLP of a layer, or at the logits after the last layer."""
-        shape, num_logit_tokens, loaded = self.shape, int(num_tokens * self.logit_share), self.loaded
+        """The peak of a forward pass: in the MLP of a layer, or at the logits after the last
+        layer."""
+        shape, num_logit_tokens, loaded = (
+            self.shape,
+            int(num_tokens * self.logit_share),
+            self.loaded,
+        )
         gathered = self.gathered_bytes if self.trained or self.num_shards > 1 else 0
         optimizer = 0 if self.fsdp.optimizer_offload else loaded.optimizer
         in_pass = replace(loaded, weights=loaded.weights + gathered, optimizer=optimizer)
         in_mlp = BF16 * num_tokens * (2 * shape.hidden_size + 3 * shape.mlp_width)
         after = BF16 * (num_tokens + num_logit_tokens) * shape.hidden_size
         at_logits = replace(in_pass, activations=after, logits=self._logit_bytes(num_logit_tokens))
-        return max(replace(in_pass, activations=in_mlp), at_logits, key=lambda memory: memory.working)
+        return max(
+            replace(in_pass, activations=in_mlp), at_logits, key=lambda memory: memory.working
+        )
 
     def _logit_bytes(self, num_logit_tokens: int) -> int:
         return BF16 * min(num_logit_tokens * self.shape.vocab_size, LOGITS_AT_ONCE)
 
     def memory(self, size: MicroBatch, num_rows: int, num_tokens: int) -> RoleMemory:
-        """The peak of an operation on `num_rows` rows, whose micro-batches have up to `num_tokens` tokens."""
+        """The peak of an operation on `num_rows` rows, whose micro-batches have up to `num_tokens`
+        tokens."""
         if size.recomputes is None:
             memory = self.scoring(num_tokens)
         else:
@@ -197,19 +257,27 @@ class HeldModel:
         return replace(memory, activations=memory.activations + mask)
 
     def choose(self, size: MicroBatch, num_rows: int, room: int | None) -> MicroBatch:
-        """The size in the config, or the largest that fits if it is not set. Activations are kept if they fit."""
+        """The size in the config, or the largest that fits if it is not set. Activations are kept
+        if they fit."""
 
         def fits(size: MicroBatch) -> bool:
             """Whether micro-batches with any mix of lengths fit."""
             loaded = self.loaded.working
-            num_tokens = min(num_rows * self.length, size.tokens if size.rows is None else size.rows * self.length)
+            num_tokens = min(
+                num_rows * self.length,
+                size.tokens if size.rows is None else size.rows * self.length,
+            )
             if room is None or room <= loaded:
                 return room is None
-            return self.memory(size, num_rows, num_tokens).working - loaded <= USABLE * (room - loaded)
+            return self.memory(size, num_rows, num_tokens).working - loaded <= USABLE * (
+                room - loaded
+            )
 
         if size.is_chosen:
             candidates = [*range(size.tokens, self.length, -TOKENS_STEP), self.length]
-            first = bisect_left(candidates, True, key=lambda tokens: fits(replace(size, tokens=tokens)))
+            first = bisect_left(
+                candidates, True, key=lambda tokens: fits(replace(size, tokens=tokens))
+            )
             size = replace(size, tokens=candidates[min(first, len(candidates) - 1)])
         kept = replace(size, recomputes=False)
         # The formulas for kept activations were measured with packed rows only.
@@ -217,8 +285,9 @@ class HeldModel:
 
 
 def cache_room(share_bytes: int, free_bytes: int, weights_bytes: int, utilization: float) -> int:
-    """Most bytes of the KV cache. Weights and cache may use `utilization` of the process's share of the GPU, and the
-    cache at most that part of the free memory, because prefill needs memory too."""
+    """Most bytes of the KV cache. Weights and cache may use `utilization` of the process's share of
+    the GPU, and the cache at most that part of the free memory, because prefill needs memory
+    too."""
     return max(0, int(min(share_bytes * utilization - weights_bytes, free_bytes * utilization)))
 
 
@@ -227,15 +296,18 @@ def generation_memory(
 ) -> RoleMemory:
     """16-bit weights and a KV cache for all sequences at once, or for as many as fit, at least one.
 
-    Tensor parallelism splits the layers; embedding and head are whole on every rank. If there are fewer key-value heads
-    than tensor-parallel ranks, several ranks hold the same head. The peak is in an MLP of the prefill, or at the logits
-    of the first tokens. The logits of later tokens stay with the CUDA graph of the decode step.
+    Tensor parallelism splits the layers; embedding and head are whole on every rank. If there are
+    fewer key-value heads than tensor-parallel ranks, several ranks hold the same head. The peak is
+    in an MLP of the prefill, or at the logits of the first tokens. The logits of later tokens stay
+    with the CUDA graph of the decode step.
     """
     keys, prompt_tokens = config.actor_rollout_ref.rollout, config.data.max_prompt_length
     num_ranks = keys.tensor_model_parallel_size
     layers = shape.num_layers * shape.layer_params
     weights = BF16 * (shape.num_params - layers + layers // num_ranks)
-    token_bytes = 2 * BF16 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # keys and values, all layers
+    token_bytes = (
+        2 * BF16 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    )  # keys and values, all layers
     sequence_bytes = (prompt_tokens + config.data.max_response_length) * token_bytes
     one_sequence = sequence_bytes // min(num_ranks, shape.num_kv_heads)
     kv_cache = num_sequences * one_sequence
@@ -261,7 +333,8 @@ def shape_of(config: Config, role: Role) -> ModelShape:
 
 
 def held_model(config: Config, role: Role, world_size: int) -> HeldModel:
-    """The model of a role that computes in micro-batches, in a pool of `world_size` processes. Raises ShapeUnknown."""
+    """The model of a role that computes in micro-batches, in a pool of `world_size` processes.
+    Raises ShapeUnknown."""
     spec, shape = ROLE_SPECS[role], shape_of(config, role)
     fsdp = FsdpConfig(**config.at(spec.fsdp).model_dump()) if spec.fsdp else FsdpConfig()
     num_response_tokens = 0 if spec.has_scalar_head else config.data.max_response_length
@@ -270,7 +343,9 @@ def held_model(config: Config, role: Role, world_size: int) -> HeldModel:
         shape.num_scalar_head_params if spec.has_scalar_head else shape.num_params,
         num_shards=world_size if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
         length=longest_row(config, role),
-        logit_share=Fraction(num_response_tokens, config.data.max_prompt_length + config.data.max_response_length),
+        logit_share=Fraction(
+            num_response_tokens, config.data.max_prompt_length + config.data.max_response_length
+        ),
         packed=spec.can_pack and config.at(spec.model).use_remove_padding,
         trained=spec.is_trained,
         fsdp=fsdp,
@@ -280,7 +355,8 @@ def held_model(config: Config, role: Role, world_size: int) -> HeldModel:
 def _role_memory(
     config: Config, plan: Plan, role: Role, limit: int | None, room: int | None
 ) -> tuple[RoleMemory, dict[str, MicroBatch]]:
-    """The memory of a role and its micro-batches, in a pool that has `limit` bytes of each GPU, `room` of them free.
+    """The memory of a role and its micro-batches, in a pool that has `limit` bytes of each GPU,
+    `room` of them free.
 
     Without room it is the least memory that the role needs. Raises ShapeUnknown.
     """
@@ -297,7 +373,9 @@ def _role_memory(
         if size.recomputes is not None:
             num_rows = -(-config.at(spec.section).ppo_mini_batch_size * rollout.n // num_parts)
         sizes[operation] = chosen = held.choose(size, num_rows, room)
-        memories.append(held.memory(chosen, num_rows, held.length * chosen.most_rows(num_rows, held.length)))
+        memories.append(
+            held.memory(chosen, num_rows, held.length * chosen.most_rows(num_rows, held.length))
+        )
     return max(memories, key=lambda memory: memory.working), sizes
 
 
@@ -307,11 +385,11 @@ SNAPSHOT_BYTES_PER_PARAM = 12
 
 
 def snapshot_bytes(config: Config, plan: Plan) -> int:
-    """The most shared memory that a node needs for the snapshots of all roles that are trained. 0 if none are taken; a
-    role whose shape is not known counts as 0, too.
+    """The most shared memory that a node needs for the snapshots of all roles that are trained. 0
+    if none are taken; a role whose shape is not known counts as 0, too.
 
-    A node keeps the last two snapshots of its own ranks and of those of the node before it. Before a snapshot is
-    loaded, a node of the role gets the rest of it.
+    A node keeps the last two snapshots of its own ranks and of those of the node before it. Before
+    a snapshot is loaded, a node of the role gets the rest of it.
     """
     is_on = config.trainer.snapshot_freq > 0
     nodes = list(dict.fromkeys(slot.node for pool in plan.pools.values() for slot in pool.slots))
@@ -320,11 +398,18 @@ def snapshot_bytes(config: Config, plan: Plan) -> int:
         with suppress(ShapeUnknown):
             pool = plan.pool_of(role)
             held = held_model(config, role, pool.world_size)
-            num_written = Counter(slot.node for slot in pool.slots[: held.num_shards])  # replicas write nothing
+            num_written = Counter(
+                slot.node for slot in pool.slots[: held.num_shards]
+            )  # replicas write nothing
             for before, node in zip([*nodes[-1:], *nodes], nodes, strict=False):
                 num_kept = num_written[node] + (num_written[before] if before != node else 0)
                 rest = held.num_shards - num_kept if node in pool.counts_by_node else 0
-                needed[node] += SNAPSHOT_BYTES_PER_PARAM * held.num_params * (2 * num_kept + rest) // held.num_shards
+                needed[node] += (
+                    SNAPSHOT_BYTES_PER_PARAM
+                    * held.num_params
+                    * (2 * num_kept + rest)
+                    // held.num_shards
+                )
     return max(needed.values(), default=0)
 
 
@@ -339,7 +424,8 @@ class PoolMemory:
     peak: int
     peak_role: Role
     least: int
-    """The peak with the smallest micro-batches, recomputed activations and a cache for one sequence."""
+    """The peak with the smallest micro-batches, recomputed activations and a cache for one
+    sequence."""
     limit: int | None
     """The pool's share of the GPU; None if the GPU's memory is not known."""
 
@@ -351,7 +437,8 @@ class PoolMemory:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory of each pool, the micro-batches of each operation, and why a role's memory is not known."""
+    """The memory of each pool, the micro-batches of each operation, and why a role's memory is not
+    known."""
 
     pools: dict[str, PoolMemory]
     micro_batches: dict[str, MicroBatch]
@@ -364,8 +451,8 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) -> MemoryEstimate:
-    """The memory of every pool. `gpu_memory_bytes` is that of a whole GPU; a pool has its share of it. If it is None,
-    micro-batches are chosen for a GPU with enough memory."""
+    """The memory of every pool. `gpu_memory_bytes` is that of a whole GPU; a pool has its share of
+    it. If it is None, micro-batches are chosen for a GPU with enough memory."""
     estimate = MemoryEstimate({}, {}, {})
     for name, pool in plan.pools.items():
         limit = None if gpu_memory_bytes is None else int(gpu_memory_bytes * pool.share)
@@ -390,6 +477,10 @@ def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) ->
 
 
 def peak_by_role(roles: Mapping[Role, RoleMemory]) -> dict[Role, int]:
-    """Bytes of a pool's process while each role computes: its working bytes and the idle bytes of the others."""
+    """Bytes of a pool's process while each role computes: its working bytes and the idle bytes of
+    the others."""
     idle = sum(memory.idle for memory in roles.values())
-    return {role: PROCESS_OVERHEAD_BYTES + memory.working + idle - memory.idle for role, memory in roles.items()}
+    return {
+        role: PROCESS_OVERHEAD_BYTES + memory.working + idle - memory.idle
+        for role, memory in roles.items()
+    }

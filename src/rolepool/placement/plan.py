@@ -1,10 +1,12 @@
-"""The plan: which pool every role is in, which GPUs every pool has, and which operations can run at the same time.
+"""The plan: which pool every role is in, which GPUs every pool has, and which operations can run at
+the same time.
 
-Owns the form of `--inventory` and `--gpu-memory`, `ResourcePool` and `ResourcePoolManager`, the names that a pool must
-not have, the schedule of a step, the built-in strategies (one small function each), and the rule by which GPUs are
-assigned: pools in order, and in each pool the entries of `per_node` in order. An entry goes to the next node that has
-enough free GPUs, and takes the lowest free GPU numbers. A plan is plain data that can be written to JSON and read back.
-All other code asks the plan where a role is.
+Owns the form of `--inventory` and `--gpu-memory`, `ResourcePool` and `ResourcePoolManager`, the
+names that a pool must not have, the schedule of a step, the built-in strategies (one small function
+each), and the rule by which GPUs are assigned: pools in order, and in each pool the entries of
+`per_node` in order. An entry goes to the next node that has enough free GPUs, and takes the lowest
+free GPU numbers. A plan is plain data that can be written to JSON and read back. All other code
+asks the plan where a role is.
 """
 
 import re
@@ -21,7 +23,14 @@ from rolepool.config import Config, show
 from rolepool.config.fitting import gpu_memories
 from rolepool.config.functions import import_object
 from rolepool.config.run_keys import MAX_GPUS_PER_NODE, MAX_NODES, MAX_SLOTS, PoolConfig
-from rolepool.errors import ConfigError, PlacementError, RolepoolError, collected, one_line, place_of
+from rolepool.errors import (
+    ConfigError,
+    PlacementError,
+    RolepoolError,
+    collected,
+    one_line,
+    place_of,
+)
 from rolepool.placement.roles import COMBINED_ROLES, ROLE_SPECS, Role, home_of, needed_roles
 
 DRIVER = "driver"
@@ -44,11 +53,20 @@ def parse_inventory(text: str) -> tuple[int, ...]:
     """`8,8,4` GPUs per node; `1024x8` is 1024 nodes of 8."""
     matches = [re.fullmatch(r"\s*(?:(\d{1,6})x)?(\d{1,6})\s*", part) for part in text.split(",")]
     groups = [(int(match[1] or 1), int(match[2])) for match in matches if match is not None]
-    num_nodes, num_gpus = sum(times for times, _ in groups), sum(times * gpus for times, gpus in groups)
-    too_large = num_nodes > MAX_NODES or num_gpus > MAX_SLOTS or any(gpus > MAX_GPUS_PER_NODE for _, gpus in groups)
+    num_nodes, num_gpus = (
+        sum(times for times, _ in groups),
+        sum(times * gpus for times, gpus in groups),
+    )
+    too_large = (
+        num_nodes > MAX_NODES
+        or num_gpus > MAX_SLOTS
+        or any(gpus > MAX_GPUS_PER_NODE for _, gpus in groups)
+    )
     if None in matches or num_gpus == 0 or too_large:
         form = "write GPUs per node, such as 8,8,4, or 1024x8 for 1024 nodes of 8; at least 1 GPU"
-        limits = f"at most {MAX_SLOTS}, on at most {MAX_NODES} nodes of at most {MAX_GPUS_PER_NODE} GPUs"
+        limits = (
+            f"at most {MAX_SLOTS}, on at most {MAX_NODES} nodes of at most {MAX_GPUS_PER_NODE} GPUs"
+        )
         raise ConfigError(f"--inventory {text!r}: {form} and {limits}")
     return tuple(gpus for times, gpus in groups for _ in range(times))
 
@@ -57,7 +75,9 @@ def parse_memory(text: str) -> int:
     """Bytes from `80`, `80GiB` or `141GB`. A number without a unit is in GiB."""
     match = re.fullmatch(r"\s*(\d{1,7}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in UNITS or float(match[1]) == 0:
-        raise ConfigError(f"--gpu-memory {text!r}: write the memory of one GPU, such as 80 (GiB), 80GiB or 141GB")
+        raise ConfigError(
+            f"--gpu-memory {text!r}: write the memory of one GPU, such as 80 (GiB), 80GiB or 141GB"
+        )
     return int(float(match[1]) * UNITS[match[2].lower()])
 
 
@@ -78,7 +98,8 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """A list of processes per node. Each process has one GPU, or a `share` of one. 0 skips a node."""
+    """A list of processes per node. Each process has one GPU, or a `share` of one. 0 skips a
+    node."""
 
     per_node: tuple[int, ...]
     share: float = 1.0
@@ -99,7 +120,8 @@ class ResourcePool:
 
 @dataclass(frozen=True)
 class ResourcePoolManager:
-    """Pools by name and the pool of every role. A pool is `[processes per node]` or `{per_node: [..], share: 0.5}`."""
+    """Pools by name and the pool of every role. A pool is `[processes per node]` or `{per_node:
+    [..], share: 0.5}`."""
 
     resource_pool_spec: Mapping[str, Sequence[int] | Mapping[str, Any]]
     mapping: Mapping[Role, str]
@@ -110,12 +132,16 @@ class ResourcePoolManager:
         problems: list[str] = []
         for name, spec in self.resource_pool_spec.items():
             if name in (DRIVER, RULE_POOL):
-                problems.append(f"placement.pools.{name}: timings already use this name; choose another name")
+                problems.append(
+                    f"placement.pools.{name}: timings already use this name; choose another name"
+                )
             try:
                 pool = PoolConfig.model_validate(spec)
                 self.resource_pool_dict[name] = ResourcePool(pool.per_node, pool.share)
             except ValidationError as error:
-                form = "a list of processes per node such as [2, 2], or {per_node: [2, 2], share: 0.5}"
+                form = (
+                    "a list of processes per node such as [2, 2], or {per_node: [2, 2], share: 0.5}"
+                )
                 problems.append(f"pool {name}: {spec} must be {form} ({error.errors()[0]['msg']})")
         names = [*ROLE_SPECS, *COMBINED_ROLES]
         homes: dict[Role, str] = {}
@@ -125,16 +151,21 @@ class ResourcePoolManager:
                 problems.append(f"{key}: there is no role {name}; the roles are {', '.join(names)}")
                 continue
             if home not in self.resource_pool_spec:
-                problems.append(f"{key}: no such pool; there are {', '.join(self.resource_pool_spec) or 'none'}")
+                problems.append(
+                    f"{key}: no such pool; there are {', '.join(self.resource_pool_spec) or 'none'}"
+                )
             for role in Role(name).parts:
                 if role in homes:
-                    problems.append(f"{key}: {role} is also placed in {homes[role]}; set only one pool for it")
+                    problems.append(
+                        f"{key}: {role} is also placed in {homes[role]}; set only one pool for it"
+                    )
                 homes[role] = home
         PlacementError.raise_if_any(problems)
         self.roles.update({role: homes[role] for role in ROLE_SPECS if role in homes})
 
     def create_resource_pool(self) -> None:
-        """Do nothing: the pools exist as soon as the manager does. For launch scripts that call it."""
+        """Do nothing: the pools exist as soon as the manager does. For launch scripts that call
+        it."""
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
         """The pool of a role."""
@@ -156,15 +187,18 @@ class ScheduledCall:
     roles: frozenset[Role]
     """The roles that compute it; none for work of the driver itself."""
     after: frozenset[int]
-    """Positions of the calls that end before this one starts, under every placement: those whose results it is given,
-    those that the driver waited for before it made this call, and earlier calls of the same role."""
+    """Positions of the calls that end before this one starts, under every placement: those whose
+    results it is given, those that the driver waited for before it made this call, and earlier
+    calls of the same role."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The calls of a step in the order in which they are made, and the generation that begins the next step.
+    """The calls of a step in the order in which they are made, and the generation that begins the
+    next step.
 
-    It comes from running the step on paper (`rolepool.trainer.paper`), so there is no second description of the step.
+    It comes from running the step on paper (`rolepool.trainer.paper`), so there is no second
+    description of the step.
     """
 
     calls: tuple[ScheduledCall, ...]
@@ -172,18 +206,25 @@ class Schedule:
     @cached_property
     def independent(self) -> list[tuple[ScheduledCall, ScheduledCall]]:
         """The pairs of calls of which the second does not wait for the first."""
-        before: list[frozenset[int]] = []  # for each call, the positions of all calls that end before it starts
+        before: list[
+            frozenset[int]
+        ] = []  # for each call, the positions of all calls that end before it starts
         for call in self.calls:
             before.append(call.after.union(*(before[earlier] for earlier in call.after)))
         pairs = combinations(range(len(self.calls)), 2)
-        return [(self.calls[first], self.calls[second]) for first, second in pairs if first not in before[second]]
+        return [
+            (self.calls[first], self.calls[second])
+            for first, second in pairs
+            if first not in before[second]
+        ]
 
     def overlaps(self, roles: Mapping[Role, str]) -> list[tuple[str, str]]:
-        """The pairs of operations that run at the same time with these roles in these pools: neither waits for the
-        other, and they use different pools."""
+        """The pairs of operations that run at the same time with these roles in these pools:
+        neither waits for the other, and they use different pools."""
 
         def pools(call: ScheduledCall) -> set[str]:
-            """The pools of a call. A role without a pool is a rule that runs on CPUs, outside of the plan's pools."""
+            """The pools of a call. A role without a pool is a rule that runs on CPUs, outside of
+            the plan's pools."""
             return {roles.get(role, RULE_POOL) for role in call.roles}
 
         apart = [pair for pair in self.independent if pools(pair[0]).isdisjoint(pools(pair[1]))]
@@ -211,7 +252,9 @@ class Plan(BaseModel, frozen=True):
     def in_words(self) -> str:
         """The pools and their sizes, such as `actor_pool [1] and critic_pool [1]`."""
         shares = {name: f" with share {self.pools[name].share:g}" for name in self.sharing_pools}
-        return " and ".join(f"{name} {[*pool.per_node]}{shares.get(name, '')}" for name, pool in self.pools.items())
+        return " and ".join(
+            f"{name} {[*pool.per_node]}{shares.get(name, '')}" for name, pool in self.pools.items()
+        )
 
     @property
     def sizes_in_words(self) -> str:
@@ -233,8 +276,8 @@ class Plan(BaseModel, frozen=True):
         return self.pools[home_of(role, self.roles)]
 
     def num_parts(self, config: Config, role: Role) -> int:
-        """Number of parts that a role's batch is split into: one for each process of its pool, or for each group of
-        tensor-parallel ranks."""
+        """Number of parts that a role's batch is split into: one for each process of its pool, or
+        for each group of tensor-parallel ranks."""
         key = ROLE_SPECS[role].tensor_parallel
         return max(1, self.pool_of(role).world_size // (1 if key is None else config.at(key)))
 
@@ -250,8 +293,8 @@ class PlannedSteps:
 
 
 class PlanHistory(BaseModel):
-    """`plan.json`: the plans of a run, in the order of steps. There are several if the run moved while it trained, or
-    if it was resumed with another placement."""
+    """`plan.json`: the plans of a run, in the order of steps. There are several if the run moved
+    while it trained, or if it was resumed with another placement."""
 
     plans: list[PlannedSteps] = Field(min_length=1)
 
@@ -269,24 +312,37 @@ def _why_impossible(planned: PlannedSteps) -> str | None:
     """Why no run can have such a plan; None if one can."""
     plan, calls = planned.plan, planned.schedule.calls if planned.schedule is not None else ()
     nodes = plan.gpus_per_node
-    if not 1 <= len(nodes) <= MAX_NODES or not all(0 <= count <= MAX_GPUS_PER_NODE for count in nodes):
+    if not 1 <= len(nodes) <= MAX_NODES or not all(
+        0 <= count <= MAX_GPUS_PER_NODE for count in nodes
+    ):
         return "has an impossible number of nodes or GPUs"
     if not plan.pools or not plan.pools.keys() >= set(plan.roles.values()):
         return "has no pools, or lacks the pool of a role"
     for name, pool in plan.pools.items():
         on_nodes = all(0 <= slot.node < len(nodes) for slot in pool.slots)
-        if not on_nodes or not pool.slots or len(pool.slots) != pool.world_size or not 0 < pool.share <= 1:
+        if (
+            not on_nodes
+            or not pool.slots
+            or len(pool.slots) != pool.world_size
+            or not 0 < pool.share <= 1
+        ):
             return f"has an impossible pool {name!r}"
-    if any(not 0 <= earlier < position for position, call in enumerate(calls) for earlier in call.after):
+    if any(
+        not 0 <= earlier < position for position, call in enumerate(calls) for earlier in call.after
+    ):
         return "has a call that waits for a later one"
     return None
 
 
 def place(
-    manager: ResourcePoolManager, gpus_per_node: Sequence[int], *, device: str = "auto", mps: bool = False
+    manager: ResourcePoolManager,
+    gpus_per_node: Sequence[int],
+    *,
+    device: str = "auto",
+    mps: bool = False,
 ) -> Plan:
-    """The plan of pools and roles that are written in Python. Raises PlacementError with every pool that does not
-    fit."""
+    """The plan of pools and roles that are written in Python. Raises PlacementError with every pool
+    that does not fit."""
     left = [[1.0] * num_gpus for num_gpus in gpus_per_node]
     pools: dict[str, ResourcePool] = {}
     problems: list[str] = []
@@ -295,15 +351,21 @@ def place(
         with collected(problems):
             pools[name] = replace(pool, slots=_take_slots(name, pool, left), roles=roles)
     PlacementError.raise_if_any(problems)
-    return Plan(gpus_per_node=tuple(gpus_per_node), device=device, pools=pools, roles=manager.roles, mps=mps)
+    return Plan(
+        gpus_per_node=tuple(gpus_per_node), device=device, pools=pools, roles=manager.roles, mps=mps
+    )
 
 
 def _take_slots(name: str, pool: ResourcePool, left: list[list[float]]) -> tuple[Slot, ...]:
-    """The slots of a pool, in rank order. Subtracts its shares from `left`, the free part of every GPU of every node.
+    """The slots of a pool, in rank order. Subtracts its shares from `left`, the free part of every
+    GPU of every node.
 
     Raises PlacementError, and changes nothing, if the pool does not fit.
     """
-    free = [[gpu for gpu, room in enumerate(gpus) if room >= pool.share - SHARE_TOLERANCE] for gpus in left]
+    free = [
+        [gpu for gpu, room in enumerate(gpus) if room >= pool.share - SHARE_TOLERANCE]
+        for gpus in left
+    ]
     slots: list[Slot] = []
     node, nodes = -1, enumerate(free)
     for count in pool.per_node:
@@ -314,23 +376,27 @@ def _take_slots(name: str, pool: ResourcePool, left: list[list[float]]) -> tuple
             most, plural = max(map(len, free[first:]), default=0), "s" if len(free) > 1 else ""
             wanted = f"{name} needs {count}{part} on node {first} or a later node, and at most {most} are free there"
             fix = "make the pool smaller, or use more GPUs (trainer.nnodes, trainer.n_gpus_per_node, --inventory)"
-            raise PlacementError(f"Not enough GPUs: {wanted} ({len(free)} node{plural} in all); {fix}")
+            raise PlacementError(
+                f"Not enough GPUs: {wanted} ({len(free)} node{plural} in all); {fix}"
+            )
         slots.extend(Slot(node, gpu) for gpu in gpus[:count])
     for slot in slots:
         left[slot.node][slot.gpu] -= pool.share
     return tuple(slots)
 
 
-# The strategies: functions from the config and the GPUs of each node to pools, and to the pool of each role. Nothing
-# outside of this file asks which one was chosen.
+# The strategies: functions from the config and the GPUs of each node to pools, and to the pool of
+# each role. Nothing outside of this file asks which one was chosen.
 
 
-def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, take_all: bool = False) -> Plan:
+def build_plan(
+    config: Config, gpus_per_node: Sequence[int] | None = None, *, take_all: bool = False
+) -> Plan:
     """The plan of a config. Raises PlacementError if its pools and roles cannot be placed.
 
-    `gpus_per_node` is the inventory; None means exactly what trainer.nnodes and trainer.n_gpus_per_node ask for.
-    `take_all` divides the whole inventory, not only what those two keys ask for. A strategy may place roles that the
-    run does not need; they are skipped.
+    `gpus_per_node` is the inventory; None means exactly what trainer.nnodes and
+    trainer.n_gpus_per_node ask for. `take_all` divides the whole inventory, not only what those two
+    keys ask for. A strategy may place roles that the run does not need; they are skipped.
     """
     wanted = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
     inventory = wanted if gpus_per_node is None else tuple(gpus_per_node)
@@ -354,7 +420,8 @@ def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, ta
 
 
 def _pools_of(strategy: str, config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
-    """What a strategy returns. A strategy of the user may raise anything, which is an error in the placement."""
+    """What a strategy returns. A strategy of the user may raise anything, which is an error in the
+    placement."""
     function = STRATEGIES.get(strategy) or import_object("placement.strategy", strategy)
     try:
         manager = function(config, gpus_per_node)
@@ -363,11 +430,15 @@ def _pools_of(strategy: str, config: Config, gpus_per_node: Sequence[int]) -> Re
     except Exception as error:
         fix = "correct the function, or use placement.strategy=standard"
         what = f"{type(error).__name__} at {place_of(error)}: {one_line(error)}"
-        raise PlacementError(f"placement.strategy={strategy}: the function failed ({what}); {fix}") from error
+        raise PlacementError(
+            f"placement.strategy={strategy}: the function failed ({what}); {fix}"
+        ) from error
     if not isinstance(manager, ResourcePoolManager):
         fix = "return a ResourcePoolManager"
         kind = type(manager).__name__
-        raise PlacementError(f"placement.strategy={strategy}: the function returned a {kind}; {fix}")
+        raise PlacementError(
+            f"placement.strategy={strategy}: the function returned a {kind}; {fix}"
+        )
     return manager
 
 
@@ -379,10 +450,15 @@ def standard(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManage
 def split(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
     """Critic, reward model and added roles like them in one pool, all other roles in another."""
     share = config.placement.split.share
-    actor, critic = (gpus_per_node, gpus_per_node) if share is not None else _divide(config, gpus_per_node)
+    actor, critic = (
+        (gpus_per_node, gpus_per_node) if share is not None else _divide(config, gpus_per_node)
+    )
     per_node = {ACTOR_POOL: actor, CRITIC_POOL: critic}
     pools = {name: {"per_node": counts, "share": share or 1.0} for name, counts in per_node.items()}
-    roles = {role: CRITIC_POOL if spec.has_scalar_head else ACTOR_POOL for role, spec in ROLE_SPECS.items()}
+    roles = {
+        role: CRITIC_POOL if spec.has_scalar_head else ACTOR_POOL
+        for role, spec in ROLE_SPECS.items()
+    }
     return ResourcePoolManager(pools, roles)
 
 
@@ -398,29 +474,39 @@ def custom(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
 
 
 STRATEGIES = {"standard": standard, "split": split, "custom": custom, "auto": standard}
-"""`auto` begins like `standard`, if there is no profile from which a placement can be chosen before the start."""
+"""`auto` begins like `standard`, if there is no profile from which a placement can be chosen before
+the start."""
 
 
 def _divide(config: Config, gpus_per_node: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The GPUs per node of the actor's pool, and those of the critic's: whole nodes, or some GPUs of every node."""
+    """The GPUs per node of the actor's pool, and those of the critic's: whole nodes, or some GPUs
+    of every node."""
     wish, counts = config.placement.split, [num_gpus for num_gpus in gpus_per_node if num_gpus]
     if sum(counts) < 2:
         reason = f"two pools need at least 2 GPUs, and there is {sum(counts)}"
         fix = "use placement.strategy=standard, or let both pools share the GPU with placement.split.share=0.5"
         raise PlacementError(f"placement.strategy=split: {reason}; {fix}")
-    nodes_by_default = wish.actor_gpus_per_node is None and (wish.actor_nodes is not None or min(counts) < 2)
+    nodes_by_default = wish.actor_gpus_per_node is None and (
+        wish.actor_nodes is not None or min(counts) < 2
+    )
     whole_nodes = nodes_by_default if wish.axis == "auto" else wish.axis == "node"
-    name, unit, other = ("actor_nodes", "node", "gpu") if whole_nodes else ("actor_gpus_per_node", "GPU", "node")
+    name, unit, other = (
+        ("actor_nodes", "node", "gpu") if whole_nodes else ("actor_gpus_per_node", "GPU", "node")
+    )
     wanted = wish.at(name)
     most = len(counts) if whole_nodes else max(counts) if wanted is None else min(counts)
     if (wanted or 1) >= most:
         key = f"axis={wish.axis}" if wanted is None else f"{name}={wanted}"
         fix = f"at most {most - 1}" if most > 1 else f"placement.split.axis={other}"
-        raise PlacementError(f"placement.split.{key}: the critic would have no {unit} (of {most}); use {fix}")
+        raise PlacementError(
+            f"placement.split.{key}: the critic would have no {unit} (of {most}); use {fix}"
+        )
     if whole_nodes:
         nodes = [node for node, num_gpus in enumerate(gpus_per_node) if num_gpus]
         actor_nodes = set(nodes[: wanted or (most + 1) // 2])
-        actor = [num_gpus if node in actor_nodes else 0 for node, num_gpus in enumerate(gpus_per_node)]
+        actor = [
+            num_gpus if node in actor_nodes else 0 for node, num_gpus in enumerate(gpus_per_node)
+        ]
     else:
         actor = [min(wanted or (num_gpus + 1) // 2, num_gpus) for num_gpus in gpus_per_node]
     return actor, [num_gpus - taken for num_gpus, taken in zip(gpus_per_node, actor, strict=True)]

@@ -1,7 +1,8 @@
-"""A plan with what is known about it, as text for people and as JSON for programs: what `rolepool plan` prints.
+"""A plan with what is known about it, as text for people and as JSON for programs: what `rolepool
+plan` prints.
 
-Owns the text: a grid of nodes and GPUs, a table of pools, what overlaps, and what does not fit. Computes nothing: every
-figure comes from the plan and the estimate.
+Owns the text: a grid of nodes and GPUs, a table of pools, what overlaps, and what does not fit.
+Computes nothing: every figure comes from the plan and the estimate.
 """
 
 import json
@@ -31,7 +32,16 @@ MIN_WIDTH = 80
 """No line is longer in a terminal of this width, or if the output is not a terminal."""
 MAX_NAME = 24
 """Longer names of pools may be cut into several lines."""
-MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "kv_cache", "activations", "logits", "working", "idle")
+MEMORY_COLUMNS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "kv_cache",
+    "activations",
+    "logits",
+    "working",
+    "idle",
+)
 """The figures of a role that are shown, as `RoleMemory` names them."""
 
 
@@ -52,9 +62,11 @@ class PlanSummary:
     advice: Sequence[Advice]
     """Overrides that make the plan fit in memory, or come closer to it; empty if it fits."""
     engines: Mapping[str, str | None]
-    """For each rollout engine, why it cannot run the policy, or None if it can; empty if the model is not on disk."""
+    """For each rollout engine, why it cannot run the policy, or None if it can; empty if the model
+    is not on disk."""
     snapshot_bytes: int
-    """The most shared memory that a node needs for snapshots; 0 if none are taken or their size is not known."""
+    """The most shared memory that a node needs for snapshots; 0 if none are taken or their size is
+    not known."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """What training does, in words and by subject, if several keys or files decide it."""
 
@@ -67,7 +79,9 @@ class PlanSummary:
         """The text, with colours if standard output is a terminal."""
         plan, memory, console = self.plan, self.memory, Terminal(force_jupyter=False)
         console.width = max(console.width, MIN_WIDTH) if console.is_terminal else MIN_WIDTH
-        nodes = ", ".join(f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node))
+        nodes = ", ".join(
+            f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node)
+        )
         kind = "CPU slots" if plan.device == "cpu" else "GPUs"
         gpus = f"{len(plan.slots)} of {sum(plan.gpus_per_node)} {kind} (nodes x {kind}: {nodes})"
         title = f"{len(plan.pools)} pool{'s' if len(plan.pools) > 1 else ''} on {gpus}"
@@ -79,7 +93,9 @@ class PlanSummary:
         lines += [Text(line, style="yellow") for line in _warnings(memory, self.advice)]
         for line in lines:
             is_long = len(line) > console.width
-            parts.append(Text("\n    ").join(line.wrap(console, console.width - 4)) if is_long else line)
+            parts.append(
+                Text("\n    ").join(line.wrap(console, console.width - 4)) if is_long else line
+            )
         with console.capture() as capture:
             console.print(Group(*parts))
         return capture.get().rstrip("\n")
@@ -113,7 +129,9 @@ class PlanSummary:
             "engines": dict(self.engines),
             "settings": dict(self.settings),
             "problems": list(self.problems),
-            "advice": [{"override": item.override, "excess_bytes": item.excess} for item in self.advice],
+            "advice": [
+                {"override": item.override, "excess_bytes": item.excess} for item in self.advice
+            ],
         }
         return json.dumps(document, indent=2)
 
@@ -127,13 +145,17 @@ def _letter(index: int, rank: int | str = "") -> Text:
 def _table(*titles: str, numbers: Sequence[str] = (), gap: int = 2) -> Table:
     """A table without lines: columns of text, and then columns of numbers."""
     columns = [Column(title, overflow="fold", no_wrap=title in NO_WRAP) for title in titles]
-    columns += [Column(title, justify="right", vertical="bottom", no_wrap=True) for title in numbers]
+    columns += [
+        Column(title, justify="right", vertical="bottom", no_wrap=True) for title in numbers
+    ]
     return Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
 
 
 def _grid(plan: Plan) -> list[RenderableType]:
     """One row per node and one column per GPU; a cell holds the letter of the pool and the rank."""
-    grid: list[list[list[tuple[int, int]]]] = [[[] for _ in range(num_gpus)] for num_gpus in plan.gpus_per_node]
+    grid: list[list[list[tuple[int, int]]]] = [
+        [[] for _ in range(num_gpus)] for num_gpus in plan.gpus_per_node
+    ]
     for index, pool in enumerate(plan.pools.values()):
         for rank, slot in enumerate(pool.slots):
             grid[slot.node][slot.gpu].append((index, rank))
@@ -155,11 +177,15 @@ def _grid(plan: Plan) -> list[RenderableType]:
                 letters = [_letter(index, "" if alike else rank) for index, rank in processes]
                 row.append(Text(" ").join(letters) or Text(".", style="dim"))
             table.add_row(f"{nodes[0]}-{nodes[-1]}" if alike else str(node), *row)
-    return [table, "", f"... {width - MAX_COLUMNS} more", ""] if width > MAX_COLUMNS else [table, ""]
+    return (
+        [table, "", f"... {width - MAX_COLUMNS} more", ""] if width > MAX_COLUMNS else [table, ""]
+    )
 
 
 def _pool_table(plan: Plan, estimate: MemoryEstimate) -> Table:
-    table = _table("", "pool", "ranks", "roles", "memory" if plan.device == "cpu" else "memory per GPU")
+    table = _table(
+        "", "pool", "ranks", "roles", "memory" if plan.device == "cpu" else "memory per GPU"
+    )
     table.columns[1].no_wrap = max(map(len, plan.pools)) <= MAX_NAME
     for index, (name, pool) in enumerate(plan.pools.items()):
         letter, memory = _letter(index), estimate.pools.get(name)
@@ -168,16 +194,29 @@ def _pool_table(plan: Plan, estimate: MemoryEstimate) -> Table:
         text = Text("host memory" if plan.device == "cpu" else "memory unknown", style="dim")
         if plan.device != "cpu" and memory is not None:
             least = f"\n(least {memory.least / GIB:.1f})" if memory.least < memory.peak else ""
-            verdict = Text("does not fit", style="bold red") if memory.excess else Text("fits", style="green")
-            limit = [Text(" GiB")] if memory.limit is None else [Text(f" of {memory.limit / GIB:.1f} GiB, "), verdict]
+            verdict = (
+                Text("does not fit", style="bold red")
+                if memory.excess
+                else Text("fits", style="green")
+            )
+            limit = (
+                [Text(" GiB")]
+                if memory.limit is None
+                else [Text(f" of {memory.limit / GIB:.1f} GiB, "), verdict]
+            )
             text = Text.assemble(f"{memory.peak / GIB:.1f}", *limit, least)
-        table.add_row(letter, Text(name, style=letter.style), f"{pool.world_size}{share}", roles, text)
+        table.add_row(
+            letter, Text(name, style=letter.style), f"{pool.world_size}{share}", roles, text
+        )
     return table
 
 
 def _memory_table(plan: Plan, estimate: MemoryEstimate) -> Table:
-    """GiB of each role on one GPU. A pool's peak is one role that computes, the others idle, and the process itself."""
-    table = _table("GiB per GPU", numbers=[column.replace("_", "\n") for column in MEMORY_COLUMNS], gap=1)
+    """GiB of each role on one GPU. A pool's peak is one role that computes, the others idle, and
+    the process itself."""
+    table = _table(
+        "GiB per GPU", numbers=[column.replace("_", "\n") for column in MEMORY_COLUMNS], gap=1
+    )
     for index, name in enumerate(plan.pools):
         for role, memory in estimate.pools[name].roles.items() if name in estimate.pools else ():
             figures = [getattr(memory, column) / GIB for column in MEMORY_COLUMNS]
@@ -193,27 +232,43 @@ def _notes(summary: PlanSummary) -> Iterator[tuple[str, str]]:
         yield "overlap", f"{one} with {', '.join(other for _, other in pairs)}"
     if not summary.overlaps:
         yield "overlap", "none, all operations run one after another"
-    yield from (("not used", f"{role}, because {reason}") for role, reason in plan.unused_roles.items())
+    yield from (
+        ("not used", f"{role}, because {reason}") for role, reason in plan.unused_roles.items()
+    )
     if plan.device != "cpu":
         names: dict[tuple[str, str], list[str]] = {}
         for operation, size in estimate.micro_batches.items():
-            amount = f"up to {size.tokens:,} tokens" if size.rows is None else f"{size.rows} sequences"
+            amount = (
+                f"up to {size.tokens:,} tokens" if size.rows is None else f"{size.rows} sequences"
+            )
             chosen = " (chosen)" if size.is_chosen else ""
-            activations = {None: "", True: ", activations recomputed", False: ", activations kept"}[size.recomputes]
-            names.setdefault(("micro-batches", f"{amount}{chosen}{activations}"), []).append(operation)
+            activations = {None: "", True: ", activations recomputed", False: ", activations kept"}[
+                size.recomputes
+            ]
+            names.setdefault(("micro-batches", f"{amount}{chosen}{activations}"), []).append(
+                operation
+            )
         for role, reason in estimate.unknown.items():
             names.setdefault(("memory unknown", reason), []).append(role)
         yield from ((title, f"{', '.join(names[title, text])}: {text}") for title, text in names)
         if estimate.pools and all(memory.limit is None for memory in estimate.pools.values()):
-            yield "memory", "the GPU's memory is not known, so sizes are for a GPU with enough memory; set --gpu-memory"
+            yield (
+                "memory",
+                "the GPU's memory is not known, so sizes are for a GPU with enough memory; set --gpu-memory",
+            )
         if plan.mps and plan.sharing_pools:
-            yield "CUDA MPS", f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
+            yield (
+                "CUDA MPS",
+                f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run",
+            )
     if summary.snapshot_bytes > GIB // 10:
         needed = f"{show_bytes(summary.snapshot_bytes)} of {SHARED_MEMORY}"
         yield "snapshots", f"{needed} on each node, to resume if a process dies"
     yield from summary.settings.items()
     if reasons := [reason for reason in summary.engines.values() if reason is not None]:
-        able = ", ".join(name for name, reason in summary.engines.items() if reason is None) or "none"
+        able = (
+            ", ".join(name for name, reason in summary.engines.items() if reason is None) or "none"
+        )
         yield "rollout engines for this model", "; ".join([able, *reasons])
 
 

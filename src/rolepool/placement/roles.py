@@ -1,9 +1,9 @@
 """The roles: models with a job.
 
-Owns their names, what each role is (its class, its model, its operations and the keys that limit them), and finding the
-pool of a role. The table of the built-in roles is `roles.yaml`; `register_role` adds a role of your own
-(docs/extending.md). The built-in classes are in `rolepool.roles`; this module imports none of them, so it needs no
-torch.
+Owns their names, what each role is (its class, its model, its operations and the keys that limit
+them), and finding the pool of a role. The table of the built-in roles is `roles.yaml`;
+`register_role` adds a role of your own (docs/extending.md). The built-in classes are in
+`rolepool.roles`; this module imports none of them, so it needs no torch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rolepool.errors import ConfigError, PlacementError
 class Role(str):
     """The name of a role. The attributes are verl's names.
 
-    `ActorRollout` and `ActorRolloutRef` mean several roles in one pool. `Env` and `TeacherModel` are not built in: they
-    can be used after `register_role` has added roles with these names.
+    `ActorRollout` and `ActorRolloutRef` mean several roles in one pool. `Env` and `TeacherModel`
+    are not built in: they can be used after `register_role` has added roles with these names.
     """
 
     __slots__ = ()
@@ -54,8 +54,16 @@ class Role(str):
 
 
 Role.Actor, Role.Rollout, Role.RefPolicy = Role("actor"), Role("rollout"), Role("ref")
-Role.Critic, Role.RewardModel, Role.ActorRollout = Role("critic"), Role("reward_model"), Role("actor_rollout")
-Role.ActorRolloutRef, Role.Env, Role.TeacherModel = Role("actor_rollout_ref"), Role("env"), Role("teacher")
+Role.Critic, Role.RewardModel, Role.ActorRollout = (
+    Role("critic"),
+    Role("reward_model"),
+    Role("actor_rollout"),
+)
+Role.ActorRolloutRef, Role.Env, Role.TeacherModel = (
+    Role("actor_rollout_ref"),
+    Role("env"),
+    Role("teacher"),
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,8 @@ class MicroBatchKeys:
 
 @dataclass(frozen=True)
 class Operation:
-    """A kind of work in a step (or around it), under one name in timings, spans, plots and legends."""
+    """A kind of work in a step (or around it), under one name in timings, spans, plots and
+    legends."""
 
     name: str
     method: str = ""
@@ -86,7 +95,8 @@ class Operation:
     is_per_token: bool = False
     """Whether its time is also reported per token."""
     generates: bool = False
-    """Whether that is per response token, because it generates them; otherwise per token of prompt and response."""
+    """Whether that is per response token, because it generates them; otherwise per token of prompt
+    and response."""
 
 
 @dataclass(frozen=True)
@@ -95,25 +105,30 @@ class RoleSpec:
 
     name: str
     worker: str
-    """Its worker class as `module:Class`. It is imported when roles are built, and called with a `Config` and a
-    `rolepool.roles.model_role.Setup`."""
+    """Its worker class as `module:Class`. It is imported when roles are built, and called with a
+    `Config` and a `rolepool.roles.model_role.Setup`."""
     section: str
-    """The section with the keys of its own work, such as the mini-batch size of a role that is trained."""
+    """The section with the keys of its own work, such as the mini-batch size of a role that is
+    trained."""
     model: str
     """The section that names its model, in the key `path`."""
     operations: tuple[Operation, ...]
     settings: type[Section] = Section
-    """The keys of an added role, which become `roles.NAME.*`; the empty `Section` if it has none."""
+    """The keys of an added role, which become `roles.NAME.*`; the empty `Section` if it has
+    none."""
     why_unused: Callable[[Config], str | None] = lambda config: None
     """Why a run with this config does not need the role; None if it needs it."""
     rule_worker: str | None = None
-    """The class that does the role's first operation on CPU processes if the role is not used; None if nobody does."""
+    """The class that does the role's first operation on CPU processes if the role is not used; None
+    if nobody does."""
     fsdp: str | None = None
     """The section that says what is sharded and offloaded."""
     tensor_parallel: str | None = None
-    """The key for the number of ranks that hold one copy of the model together; None if there is one rank per copy."""
+    """The key for the number of ranks that hold one copy of the model together; None if there is
+    one rank per copy."""
     max_length: str | None = None
-    """The key for the largest number of tokens that the role reads of a row; None if it reads all."""
+    """The key for the largest number of tokens that the role reads of a row; None if it reads
+    all."""
     memory_key: str = ""
     """The key that decides most about the memory of a role without micro-batches."""
     has_scalar_head: bool = False
@@ -129,7 +144,11 @@ class RoleSpec:
     @property
     def batched(self) -> list[tuple[Operation, MicroBatchKeys]]:
         """The operations that run in micro-batches, with their keys."""
-        return [(operation, operation.micro_batch) for operation in self.operations if operation.micro_batch]
+        return [
+            (operation, operation.micro_batch)
+            for operation in self.operations
+            if operation.micro_batch
+        ]
 
 
 class RoleTable(BaseModel, extra="forbid"):
@@ -157,18 +176,28 @@ def _why_unused(name: str, config: Config) -> str | None:
 
 _TABLE = read_table(Path(__file__).with_suffix(".yaml"), RoleTable)
 COMBINED_ROLES = _TABLE.combined
-ROLE_SPECS = {Role(spec.name): replace(spec, why_unused=partial(_why_unused, spec.name)) for spec in _TABLE.roles}
-_BY_NAME = {one.name: one for part in (*(spec.operations for spec in _TABLE.roles), _TABLE.driver) for one in part}
+ROLE_SPECS = {
+    Role(spec.name): replace(spec, why_unused=partial(_why_unused, spec.name))
+    for spec in _TABLE.roles
+}
+_BY_NAME = {
+    one.name: one
+    for part in (*(spec.operations for spec in _TABLE.roles), _TABLE.driver)
+    for one in part
+}
 OPERATIONS = {name: _BY_NAME[name] for name in dict.fromkeys((*_TABLE.step, *_BY_NAME))}
-"""By name, in the order of a step, which is also the order of legends. A test compares it with the step itself.
-Operations of added roles come last."""
+"""By name, in the order of a step, which is also the order of legends. A test compares it with the
+step itself. Operations of added roles come last."""
 
 
 def register_role(spec: RoleSpec) -> None:
-    """Add a role: all that is derived from the table then works for it, and its keys are `roles.NAME.*`."""
+    """Add a role: all that is derived from the table then works for it, and its keys are
+    `roles.NAME.*`."""
     for name in [spec.name, *(operation.name for operation in spec.operations)]:
         if name in {*ROLE_SPECS, *COMBINED_ROLES, *OPERATIONS}:
-            raise ConfigError(f"register_role: the name {name} is already used; choose another name")
+            raise ConfigError(
+                f"register_role: the name {name} is already used; choose another name"
+            )
     add_role_keys(spec.name, spec.settings)
     ROLE_SPECS[Role(spec.name)] = spec
     OPERATIONS.update({operation.name: operation for operation in spec.operations})
@@ -181,7 +210,11 @@ def trained_roles() -> list[Role]:
 
 def needed_roles(config: Config) -> tuple[list[Role], dict[Role, str]]:
     """The roles that a run needs, in order, and why each other role is not used."""
-    unused = {role: reason for role, spec in ROLE_SPECS.items() if (reason := spec.why_unused(config)) is not None}
+    unused = {
+        role: reason
+        for role, spec in ROLE_SPECS.items()
+        if (reason := spec.why_unused(config)) is not None
+    }
     return [role for role in ROLE_SPECS if role not in unused], unused
 
 
@@ -199,9 +232,12 @@ def longest_row(config: Config, role: Role) -> int:
 
 
 def home_of(role: Role, roles: Mapping[Role, str]) -> str:
-    """The name of a role's pool. A name for several roles has one if all of them are in the same pool."""
+    """The name of a role's pool. A name for several roles has one if all of them are in the same
+    pool."""
     names = {roles.get(part) for part in Role(role).parts}
     name = names.pop()
     if names or name is None:
-        raise PlacementError(f"role {role} has no pool of its own; the roles with a pool are {', '.join(roles)}")
+        raise PlacementError(
+            f"role {role} has no pool of its own; the roles with a pool are {', '.join(roles)}"
+        )
     return name

@@ -1,9 +1,10 @@
 """Predictions: the step time of a config and a plan, from a profile.
 
-Owns what a prediction says: its interval, the busy share of each pool, the critical path, memory, and what the profile
-does not cover. Owns also the simulation of a step, which says when each call of the traced step starts and ends under a
-placement. A pool runs its calls in the order in which they are made; a call starts after the calls that it waits for;
-pools that share a GPU, or more processes than CPU cores, slow each other down.
+Owns what a prediction says: its interval, the busy share of each pool, the critical path, memory,
+and what the profile does not cover. Owns also the simulation of a step, which says when each call
+of the traced step starts and ends under a placement. A pool runs its calls in the order in which
+they are made; a call starts after the calls that it waits for; pools that share a GPU, or more
+processes than CPU cores, slow each other down.
 """
 
 from bisect import bisect_left
@@ -25,19 +26,32 @@ from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory, shape_of
 from rolepool.placement.plan import Plan, Schedule, ScheduledCall
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
-from rolepool.planner.profile import NO_ROLE, REST, SYNC, SYNC_BETWEEN, Profile, Recording, Seconds, Work, ranks_of
+from rolepool.planner.profile import (
+    NO_ROLE,
+    REST,
+    SYNC,
+    SYNC_BETWEEN,
+    Profile,
+    Recording,
+    Seconds,
+    Work,
+    ranks_of,
+)
 from rolepool.units import show_bytes
 
 INTERVAL = 1.64
 """Standard deviations on each side of a prediction: nine of ten results of the model are inside."""
 UNKNOWN_SHARING = 0.15
 """How much of a GPU two pools may gain or lose by sharing it, if that was never measured."""
-TENSOR_PARALLEL = next(spec.tensor_parallel for spec in ROLE_SPECS.values() if spec.tensor_parallel is not None)
+TENSOR_PARALLEL = next(
+    spec.tensor_parallel for spec in ROLE_SPECS.values() if spec.tensor_parallel is not None
+)
 UNKNOWN_SYNC = 0.5
 """The relative deviation of a weight sync between pools that was never measured."""
 
 NUM_STEPS = 4
-"""Steps that are simulated. Only the last one counts, because the first ones begin with idle pools."""
+"""Steps that are simulated. Only the last one counts, because the first ones begin with idle
+pools."""
 
 Rate = Callable[[str, Collection[str]], float]
 """How fast a pool works, at most 1, while these pools work."""
@@ -53,7 +67,8 @@ class Call(NamedTuple):
     operation: str
     pools: tuple[str, ...]
     after: tuple[int, ...]
-    """The calls that end before it starts: those that it waits for, and the last one of each of its pools."""
+    """The calls that end before it starts: those that it waits for, and the last one of each of its
+    pools."""
     seconds: Any
     """A number, or an array for many placements."""
     hand_over_s: float
@@ -61,7 +76,8 @@ class Call(NamedTuple):
 
 
 class Simulated(NamedTuple):
-    """Simulated steps, of which the last one counts: it lasts from its generation to the next one."""
+    """Simulated steps, of which the last one counts: it lasts from its generation to the next
+    one."""
 
     calls: Sequence[Call]
     starts: Mapping[int, Any]
@@ -71,7 +87,9 @@ class Simulated(NamedTuple):
     @property
     def _bounds(self) -> tuple[int, int]:
         """The positions of the generations that begin and end the step."""
-        *_, begin, end = (position for position, call in enumerate(self.calls) if call.operation == "gen")
+        *_, begin, end = (
+            position for position, call in enumerate(self.calls) if call.operation == "gen"
+        )
         return begin, end
 
     @property
@@ -100,7 +118,10 @@ class Simulated(NamedTuple):
             since_s = max(self.starts[position], self.starts[begin])
             links.append((self.calls[position].operation, self.ends[position] - since_s))
         merged = groupby(reversed(links), key=lambda link: link[0])
-        return [(operation, sum(seconds for _, seconds in of_operation)) for operation, of_operation in merged]
+        return [
+            (operation, sum(seconds for _, seconds in of_operation))
+            for operation, of_operation in merged
+        ]
 
 
 def simulate(
@@ -110,14 +131,17 @@ def simulate(
     hand_over_s: Mapping[str, float],
     rate: Rate | None = None,
 ) -> Simulated:
-    """Simulate steps with these roles in these pools. `seconds` has the time of one call of each operation. If no rate
-    is given, pools do not slow each other down, and the times may be arrays: then many placements with the same roles
-    in each pool are simulated at once."""
+    """Simulate steps with these roles in these pools. `seconds` has the time of one call of each
+    operation. If no rate is given, pools do not slow each other down, and the times may be arrays:
+    then many placements with the same roles in each pool are simulated at once."""
     num_calls = len(schedule.calls) - 1
     calls: list[Call] = []
     last_of_pool: dict[str, int] = {}
-    for position in range(num_calls * (NUM_STEPS - 1) + 1):  # the last one is the generation after these steps
-        # What the first call of a step waits for is said by the last call in the schedule of the step before.
+    for position in range(
+        num_calls * (NUM_STEPS - 1) + 1
+    ):  # the last one is the generation after these steps
+        # What the first call of a step waits for is said by the last call in the schedule of the
+        # step before.
         number = position % num_calls or num_calls
         first, call = position - number, schedule.calls[position % num_calls]
         pools = tuple({homes.get(role, RULE_POOL) for role in call.roles}) or (DRIVER,)
@@ -142,7 +166,8 @@ def _at_full_speed(calls: Sequence[Call]) -> Simulated:
 
 
 def _by_events(calls: Sequence[Call], rate: Rate) -> Simulated:
-    """From each start or end of a call to the next one: until then, all calls that run have the same rates."""
+    """From each start or end of a call to the next one: until then, all calls that run have the
+    same rates."""
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
     left_s = [call.seconds for call in calls]
@@ -151,9 +176,16 @@ def _by_events(calls: Sequence[Call], rate: Rate) -> Simulated:
         for position, call in enumerate(calls):
             if position not in starts and all(earlier in ends for earlier in call.after):
                 starts[position] = now_s + call.hand_over_s
-        running = [position for position, start_s in starts.items() if start_s <= now_s and position not in ends]
+        running = [
+            position
+            for position, start_s in starts.items()
+            if start_s <= now_s and position not in ends
+        ]
         active = {pool for position in running for pool in calls[position].pools}
-        rates = {position: min(rate(pool, active) for pool in calls[position].pools) for position in running}
+        rates = {
+            position: min(rate(pool, active) for pool in calls[position].pools)
+            for position in running
+        }
         events = [start_s - now_s for start_s in starts.values() if start_s > now_s]
         passed_s = min([*events, *(left_s[position] / rates[position] for position in running)])
         now_s += passed_s
@@ -201,47 +233,87 @@ class Predictor:
         known = {*ROLE_SPECS, *OPERATIONS}
         if unknown := [name for name in self.speeds if name not in known]:
             names = ", ".join(sorted(known))
-            raise ConfigError(f"--speed {unknown[0]}: is no role and no operation; use one of {names}")
-        self._efficiency = {shared.plan.mps: self._fit_sharing(shared) for shared in self.profile.sharing}
+            raise ConfigError(
+                f"--speed {unknown[0]}: is no role and no operation; use one of {names}"
+            )
+        self._efficiency = {
+            shared.plan.mps: self._fit_sharing(shared) for shared in self.profile.sharing
+        }
 
     def predict(self, name: str, config: Config, plan: Plan) -> Prediction:
-        """Raises PlacementError if the plan cannot run, and ConfigError if the profile does not cover its work."""
+        """Raises PlacementError if the plan cannot run, and ConfigError if the profile does not
+        cover its work."""
         PlacementError.raise_if_any(find_problems(config, plan))
-        memory, schedule, notes = self.memory(config, plan), self.schedule_of(config), self._notes(config, plan)
+        memory, schedule, notes = (
+            self.memory(config, plan),
+            self.schedule_of(config),
+            self._notes(config, plan),
+        )
         if memory.excess:
             raise PlacementError(f"{name}: does not fit in memory, by {show_bytes(memory.excess)}")
-        seconds = {call.operation: self.seconds(config, plan, call, memory, schedule) for call in schedule.calls[:-1]}
+        seconds = {
+            call.operation: self.seconds(config, plan, call, memory, schedule)
+            for call in schedule.calls[:-1]
+        }
         found = []
         for sign, change in ((0, 0.0), (-1, UNKNOWN_SHARING), (1, -UNKNOWN_SHARING)):
-            times = {key: max(0.0, one.mean + sign * INTERVAL * sqrt(one.variance)) for key, one in seconds.items()}
-            found.append(simulate(schedule, plan.roles, times, self.profile.hand_over_s, self._rate(plan, change)))
+            times = {
+                key: max(0.0, one.mean + sign * INTERVAL * sqrt(one.variance))
+                for key, one in seconds.items()
+            }
+            found.append(
+                simulate(
+                    schedule, plan.roles, times, self.profile.hand_over_s, self._rate(plan, change)
+                )
+            )
         middle, low, high = found
-        peaks = {} if plan.device == "cpu" else {pool: one.peak / GIB for pool, one in memory.pools.items()}
+        peaks = (
+            {}
+            if plan.device == "cpu"
+            else {pool: one.peak / GIB for pool, one in memory.pools.items()}
+        )
         times_s, num_tokens = (middle.step_s, low.step_s, high.step_s), self.num_tokens(config)
         return Prediction(name, plan, *times_s, num_tokens, middle.busy, middle.path, peaks, notes)
 
     def memory(self, config: Config, plan: Plan) -> MemoryEstimate:
-        return estimate_memory(config, plan, None if plan.device == "cpu" else self.gpu_memory_bytes)
+        return estimate_memory(
+            config, plan, None if plan.device == "cpu" else self.gpu_memory_bytes
+        )
 
     def num_tokens(self, config: Config) -> float:
         """Tokens of prompts and responses in a step."""
         rows, of_prompt, of_response = self.profile.rows_like(config)
         num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-        return num_rows * (fmean(rows.num_prompt) * of_prompt + fmean(rows.num_response) * of_response)
+        return num_rows * (
+            fmean(rows.num_prompt) * of_prompt + fmean(rows.num_response) * of_response
+        )
 
     def seconds(
-        self, config: Config, plan: Plan, call: ScheduledCall, memory: MemoryEstimate, schedule: Schedule
+        self,
+        config: Config,
+        plan: Plan,
+        call: ScheduledCall,
+        memory: MemoryEstimate,
+        schedule: Schedule,
     ) -> Seconds:
         """The time of a call, alone on its pools."""
         name, role = call.operation, min(call.roles, default=NO_ROLE)
         if name == SYNC:
             found = self._sync(config, plan)
         else:
-            num_parts = plan.num_parts(config, role) if role in plan.roles else self.profile.num_helpers if role else 1
+            num_parts = (
+                plan.num_parts(config, role)
+                if role in plan.roles
+                else self.profile.num_helpers
+                if role
+                else 1
+            )
             if not any(key == name for key, _ in self.profile.costs):
                 fix = "record a run with it, and give its run folder as well"
                 raise ConfigError(f"predict: {name} was not measured in the profile; {fix}")
-            work = self.profile.work(config, role, OPERATIONS[name], num_parts, memory.micro_batches.get(name))
+            work = self.profile.work(
+                config, role, OPERATIONS[name], num_parts, memory.micro_batches.get(name)
+            )
             ranks = ranks_of(config, plan, role, plan.roles.get(role, RULE_POOL), name)
             found = self.profile.seconds(name, work, ranks)
         factor = 1 / self.speeds.get(name, self.speeds.get(role, 1.0))
@@ -291,18 +363,25 @@ class Predictor:
             what = f"the profile has pools of {smallest} to {largest} ranks"
             notes.append(f"{what}; times of other sizes ({', '.join(outside)}) are extrapolated")
         num_nodes = max(len(pool.counts_by_node) for pool in plan.pools.values())
-        if num_nodes > max(len(pool.counts_by_node) for one in recordings for pool in one.plan.pools.values()):
+        if num_nodes > max(
+            len(pool.counts_by_node) for one in recordings for pool in one.plan.pools.values()
+        ):
             notes.append("the network between nodes was not measured")
-        if plan.roles[Role.Actor] != plan.roles[Role.Rollout] and (SYNC_BETWEEN, REST) not in self.profile.costs:
+        if (
+            plan.roles[Role.Actor] != plan.roles[Role.Rollout]
+            and (SYNC_BETWEEN, REST) not in self.profile.costs
+        ):
             notes.append("a weight sync between pools was not measured")
         if plan.sharing_pools and plan.mps not in self._efficiency:
-            notes.append(f"pools that share a GPU{' with MPS' if plan.mps else ''} were not measured")
+            notes.append(
+                f"pools that share a GPU{' with MPS' if plan.mps else ''} were not measured"
+            )
         return notes
 
     def _rate(self, plan: Plan, change: float) -> Rate | None:
-        """How fast pools work at the same time. None if no pool slows another one down. What pools that share a GPU get
-        of it together may not be measured. Then it is assumed to be the same with and without MPS, or else the whole
-        GPU, and `change` more."""
+        """How fast pools work at the same time. None if no pool slows another one down. What pools
+        that share a GPU get of it together may not be measured. Then it is assumed to be the same
+        with and without MPS, or else the whole GPU, and `change` more."""
         if plan.sharing_pools:
             assumed = self._efficiency.get(not plan.mps, 1.0) + change
             return partial(_shared_rate, plan, self._efficiency.get(plan.mps, assumed))
@@ -311,14 +390,19 @@ class Predictor:
         return None
 
     def _fit_sharing(self, shared: Recording) -> float:
-        """How much of a GPU pools that share it get together: the value with which the prediction is what was
-        measured."""
+        """How much of a GPU pools that share it get together: the value with which the prediction
+        is what was measured."""
         config, plan, measured_s = shared.config, shared.plan, shared.step_s
         memory, schedule = self.memory(config, plan), self.schedule_of(config)
-        times = {one.operation: self.seconds(config, plan, one, memory, schedule).mean for one in schedule.calls[:-1]}
+        times = {
+            one.operation: self.seconds(config, plan, one, memory, schedule).mean
+            for one in schedule.calls[:-1]
+        }
         simulated = partial(simulate, schedule, plan.roles, times, self.profile.hand_over_s)
         values = np.linspace(0.3, 2.0, 2_000).tolist()  # a larger value makes the step shorter
-        at = bisect_left(values, -measured_s, key=lambda one: -simulated(partial(_shared_rate, plan, one)).step_s)
+        at = bisect_left(
+            values, -measured_s, key=lambda one: -simulated(partial(_shared_rate, plan, one)).step_s
+        )
         return float(values[min(at, len(values) - 1)])
 
 
@@ -327,11 +411,15 @@ def _shared_rate(plan: Plan, efficiency: float, pool: str, active: Collection[st
     if pool not in plan.pools:
         return 1.0
     slots = {*plan.pools[pool].slots}
-    num_users = sum(bool(slots.intersection(plan.pools[other].slots)) for other in active if other in plan.pools)
+    num_users = sum(
+        bool(slots.intersection(plan.pools[other].slots)) for other in active if other in plan.pools
+    )
     return min(1.0, efficiency / num_users) if num_users > 1 else 1.0
 
 
 def _core_rate(plan: Plan, num_cores: int, pool: str, active: Collection[str]) -> float:
     """Processes on the same node divide its CPU cores."""
-    by_node = Counter(slot.node for other in active if other in plan.pools for slot in plan.pools[other].slots)
+    by_node = Counter(
+        slot.node for other in active if other in plan.pools for slot in plan.pools[other].slots
+    )
     return min(1.0, num_cores / max(by_node.values(), default=1))

@@ -1,7 +1,9 @@
-"""What sharding adds to the time of a piece of work, from times that a run measured with a small model at its start.
+"""What sharding adds to the time of a piece of work, from times that a run measured with a small
+model at its start.
 
-Owns the model: a part of the work takes longer by a time for each layer (collectives, and the work of the host around
-them), and by a time for each parameter (its data travels and is copied). Both depend on the number of ranks.
+Owns the model: a part of the work takes longer by a time for each layer (collectives, and the work
+of the host around them), and by a time for each parameter (its data travels and is copied). Both
+depend on the number of ranks.
 """
 
 from collections import defaultdict
@@ -31,7 +33,8 @@ class Costs(NamedTuple):
         if large.num_params > small.num_params:
             per_param_s = (large.added_s - small.added_s) / (large.num_params - small.num_params)
         if small.part != OPTIMIZER:
-            # Only noise can make more data faster. An optimizer is faster, because each rank updates only its shard.
+            # Only noise can make more data faster. An optimizer is faster, because each rank
+            # updates only its shard.
             per_param_s = max(0.0, per_param_s)
         per_unit_s = (small.added_s - per_param_s * small.num_params) / small.num_units
         return cls(max(0.0, per_unit_s), per_param_s)
@@ -66,7 +69,8 @@ class ShardingCosts:
 
 
 class PieceSharding(NamedTuple):
-    """What sharding adds to one piece of work of a model, such as the forward pass of a micro-batch."""
+    """What sharding adds to one piece of work of a model, such as the forward pass of a
+    micro-batch."""
 
     costs: dict[int, Costs]
     """By number of ranks."""
@@ -74,12 +78,13 @@ class PieceSharding(NamedTuple):
     num_params: int
 
     def seconds(self, num_ranks: int) -> float:
-        """Between the numbers of ranks that were measured it grows evenly. Outside of them it is that of the nearest
-        number."""
+        """Between the numbers of ranks that were measured it grows evenly. Outside of them it is
+        that of the nearest number."""
         if num_ranks == 1:
             return 0.0
         measured_s = [
-            one.per_unit_s * self.num_units + one.per_param_s * self.num_params for one in self.costs.values()
+            one.per_unit_s * self.num_units + one.per_param_s * self.num_params
+            for one in self.costs.values()
         ]
         return max(0.0, float(np.interp(num_ranks, [*self.costs], measured_s)))
 

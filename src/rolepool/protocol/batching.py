@@ -1,4 +1,5 @@
-"""Functions on whole batches: padding to a size that the ranks divide, folding rows, collating items."""
+"""Functions on whole batches: padding to a size that the ranks divide, folding rows, collating
+items."""
 
 import math
 from collections.abc import Sequence
@@ -15,10 +16,12 @@ IS_PADDING_KEY = "is_padding"
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append rows, repeated from the front, until `size_divisor` divides their number. Returns also how many.
+    """Append rows, repeated from the front, until `size_divisor` divides their number. Returns also
+    how many.
 
-    The padding rows are full copies, also of the masks. That is right for forward passes whose result is shortened by
-    `unpad_dataproto`, and wrong for updates and metrics (see `pad_rows`). A batch that fits is returned unchanged.
+    The padding rows are full copies, also of the masks. That is right for forward passes whose
+    result is shortened by `unpad_dataproto`, and wrong for updates and metrics (see `pad_rows`). A
+    batch that fits is returned unchanged.
     """
     pad_size = -len(data) % size_divisor
     if pad_size == 0:
@@ -34,14 +37,17 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 def pad_rows(data: DataProto, num_rows: int) -> DataProto:
-    """Append `num_rows` rows that count for nothing, so that updates and metrics are those of the real rows.
+    """Append `num_rows` rows that count for nothing, so that updates and metrics are those of the
+    real rows.
 
-    A padding row is a copy of the first row, so that a forward pass over it is finite and has an ordinary length. But
-    every column whose name ends in `mask`, `weight` or `weights` (`response_mask`, `loss_mask`, `loss_weights`) is
-    zero in it, so a loss or metric that is a masked sum divided by the sum of the mask ignores it. `attention_mask`
-    (and names that end with it) is the exception, because a row that attends to nothing gives NaN; code that derives
-    a loss mask from it must use `is_padding` as well. `is_padding` is a bool column that is added here and is True in
-    padding rows; code that counts rows must use it. Remove the rows of a result with `unpad_dataproto`.
+    A padding row is a copy of the first row, so that a forward pass over it is finite and has an
+    ordinary length. But every column whose name ends in `mask`, `weight` or `weights`
+    (`response_mask`, `loss_mask`, `loss_weights`) is zero in it, so a loss or metric that is a
+    masked sum divided by the sum of the mask ignores it. `attention_mask` (and names that end with
+    it) is the exception, because a row that attends to nothing gives NaN; code that derives a loss
+    mask from it must use `is_padding` as well. `is_padding` is a bool column that is added here and
+    is True in padding rows; code that counts rows must use it. Remove the rows of a result with
+    `unpad_dataproto`.
 
     With `num_rows` 0 the batch is returned unchanged, without the column.
     """
@@ -65,14 +71,16 @@ def pad_rows(data: DataProto, num_rows: int) -> DataProto:
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """[rows, ...] as [new_batch_size, rows // new_batch_size, ...]: groups of neighbouring rows become rows."""
+    """[rows, ...] as [new_batch_size, rows // new_batch_size, ...]: groups of neighbouring rows
+    become rows."""
     if new_batch_size < 1 or len(data) % new_batch_size:
         raise DataError(f"{len(data)} rows cannot be folded into {new_batch_size}")
     return _reshape(data, 1, [new_batch_size, len(data) // new_batch_size])
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """The first `batch_dims` dimensions as one dimension of rows: the inverse of `fold_batch_dim`."""
+    """The first `batch_dims` dimensions as one dimension of rows: the inverse of
+    `fold_batch_dim`."""
     shape = next((column.shape for column in data.columns().values()), (len(data),))
     return _reshape(data, batch_dims, [math.prod(shape[:batch_dims])])
 
@@ -81,24 +89,35 @@ def _reshape(data: DataProto, num_dims: int, new_dims: list[int]) -> DataProto:
     """Replace the first `num_dims` dimensions of every column."""
     columns = data.columns()
     old_dims = {tuple(column.shape[:num_dims]) for column in columns.values()}
-    have_same_dims = num_dims >= 1 and len(old_dims) <= 1 and all(len(dims) == num_dims for dims in old_dims)
+    have_same_dims = (
+        num_dims >= 1 and len(old_dims) <= 1 and all(len(dims) == num_dims for dims in old_dims)
+    )
     if not have_same_dims or any(map(is_ragged, columns.values())):
         shown = {key: describe(column) for key, column in columns.items()}
-        raise DataError(f"only dense columns with the same first {num_dims} dimensions can be folded, not {shown}")
-    reshaped = {key: column.reshape(*new_dims, *column.shape[num_dims:]) for key, column in columns.items()}
+        raise DataError(
+            f"only dense columns with the same first {num_dims} dimensions can be folded, not {shown}"
+        )
+    reshaped = {
+        key: column.reshape(*new_dims, *column.shape[num_dims:]) for key, column in columns.items()
+    }
     batch_size, device = (None, None) if data.batch is None else (new_dims[:1], data.batch.device)
     return DataProto.from_columns(reshaped, batch_size, dict(data.meta_info), device)
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
-    """The batch that has these items as rows; without meta_info, which belongs to the batch they came from."""
+    """The batch that has these items as rows; without meta_info, which belongs to the batch they
+    came from."""
     return DataProto.concat([_batch_of_one(item) for item in items])
 
 
 def _batch_of_one(item: DataProtoItem) -> DataProto:
-    columns: Columns = {key: np.fromiter([value], object) for key, value in item.non_tensor_batch.items()}
+    columns: Columns = {
+        key: np.fromiter([value], object) for key, value in item.non_tensor_batch.items()
+    }
     if item.batch is None:
         return DataProto(None, columns)
     for key, row in item.batch.items():
-        columns[key] = ragged(row, torch.tensor([len(row)])) if key in item.ragged_keys else row.unsqueeze(0)
+        columns[key] = (
+            ragged(row, torch.tensor([len(row)])) if key in item.ragged_keys else row.unsqueeze(0)
+        )
     return DataProto.from_columns(columns, [1, *item.batch.batch_size], {}, item.batch.device)

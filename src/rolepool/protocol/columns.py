@@ -1,18 +1,21 @@
-"""The columns of a batch: dense tensors, ragged tensors and numpy arrays, which have one entry per row.
+"""The columns of a batch: dense tensors, ragged tensors and numpy arrays, which have one entry per
+row.
 
-Owns how rows are selected and joined, and when two values are equal. Ragged columns that share one offsets tensor share
-the new one as well: by that object torch knows that their rows have the same lengths, and allows such columns to be
-added or compared.
+Owns how rows are selected and joined, and when two values are equal. Ragged columns that share one
+offsets tensor share the new one as well: by that object torch knows that their rows have the same
+lengths, and allows such columns to be added or compared.
 
-Ragged columns have rows of different lengths, stored as one flat tensor and the offsets at which rows start. Owns the
-one form that such columns have, torch's jagged nested tensors whose second dimension varies, and the conversion to
-padded tensors and back. torch itself can neither slice, index nor join them along rows, and its own functions for
-making and reading them take ten times as long as the functions here.
+Ragged columns have rows of different lengths, stored as one flat tensor and the offsets at which
+rows start. Owns the one form that such columns have, torch's jagged nested tensors whose second
+dimension varies, and the conversion to padded tensors and back. torch itself can neither slice,
+index nor join them along rows, and its own functions for making and reading them take ten times as
+long as the functions here.
 
-The tokens of a row are its prompt and its response: the ragged column `input_ids`, with `num_prompt_tokens` of each
-row beside it. Position ids and masks are computed from the two, so they are not sent. In a conversation with several
-turns the response is everything after the first prompt, and the ragged column `response_mask` says which of its tokens
-the policy sampled. Without that column it sampled all of them.
+The tokens of a row are its prompt and its response: the ragged column `input_ids`, with
+`num_prompt_tokens` of each row beside it. Position ids and masks are computed from the two, so they
+are not sent. In a conversation with several turns the response is everything after the first
+prompt, and the ragged column `response_mask` says which of its tokens the policy sampled. Without
+that column it sampled all of them.
 
 Does not know DataProto.
 """
@@ -37,21 +40,24 @@ RowIndex = slice | Tensor  # a slice with step 1, or a 1-d int64 tensor of row n
 INPUT_IDS, NUM_PROMPT_TOKENS, RESPONSE_MASK = "input_ids", "num_prompt_tokens", "response_mask"
 TOKENS = (INPUT_IDS, NUM_PROMPT_TOKENS)
 MASKED_TOKENS = (*TOKENS, RESPONSE_MASK)
-"""The columns of a method that must know which tokens were sampled. A batch without several turns has no mask."""
+"""The columns of a method that must know which tokens were sampled. A batch without several turns
+has no mask."""
 TURN_SCORES, ENVIRONMENT_SCORE = "turn_scores", "environment_score"
-"""What an environment gave for a conversation: a ragged column with scores at the last tokens of turns, and the sum of
-each row, which is NaN if it gave none."""
+"""What an environment gave for a conversation: a ragged column with scores at the last tokens of
+turns, and the sum of each row, which is NaN if it gave none."""
 
 
 class RowIndexError(DataError, IndexError):
-    """A row number that the batch does not have. It is also an IndexError, as Python expects of sequences."""
+    """A row number that the batch does not have. It is also an IndexError, as Python expects of
+    sequences."""
 
 
 # --- ragged columns -----------------------------------------------------------------------------------------------
 
 
 def is_ragged(column: object) -> TypeGuard[NestedTensor]:
-    """Whether this is a ragged column. It is False for nested tensors that vary in another dimension."""
+    """Whether this is a ragged column. It is False for nested tensors that vary in another
+    dimension."""
     return isinstance(column, NestedTensor) and column._ragged_idx == 1
 
 
@@ -61,14 +67,17 @@ def ragged(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def ragged_from_parts(values: Tensor, offsets: Tensor) -> Tensor:
-    """The column whose row i is `values[offsets[i] : offsets[i + 1]]`. Gradients do not pass through it."""
+    """The column whose row i is `values[offsets[i] : offsets[i + 1]]`. Gradients do not pass
+    through it."""
     return NestedTensor(values.detach(), offsets)
 
 
 def ragged_parts(column: Tensor) -> tuple[Tensor, Tensor]:
     """The values of a ragged column, without holes, and its offsets."""
     nested: Any = column
-    if nested._lengths is not None:  # `torch.nested.narrow` makes columns with holes between the rows
+    if (
+        nested._lengths is not None
+    ):  # `torch.nested.narrow` makes columns with holes between the rows
         nested = nested.contiguous()
     return nested._values, nested._offsets
 
@@ -93,7 +102,8 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def places_of(offsets: Tensor, rows: slice | Tensor) -> tuple[slice | Tensor, Tensor]:
-    """Where the values of these rows are (a slice if the rows are a slice), and the offsets of a column of them."""
+    """Where the values of these rows are (a slice if the rows are a slice), and the offsets of a
+    column of them."""
     if isinstance(rows, slice):
         inside = offsets[rows.start : rows.stop + 1]
         return slice(int(inside[0]), int(inside[-1])), inside - inside[0]
@@ -108,9 +118,14 @@ def places_of(offsets: Tensor, rows: slice | Tensor) -> tuple[slice | Tensor, Te
 
 
 def pad_ragged(
-    column: Tensor, width: int | None = None, *, side: Literal["left", "right"] = "right", value: float = 0
+    column: Tensor,
+    width: int | None = None,
+    *,
+    side: Literal["left", "right"] = "right",
+    value: float = 0,
 ) -> Tensor:
-    """The column as [rows, width], with `value` on one side of shorter rows. The default width is the longest row's."""
+    """The column as [rows, width], with `value` on one side of shorter rows. The default width is
+    the longest row's."""
     values, offsets = ragged_parts(column)
     lengths = offsets.diff()
     longest = int(lengths.max()) if len(lengths) else 0
@@ -143,7 +158,9 @@ def split_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The prompts and the responses of `input_ids`, as two ragged columns."""
     ids, offsets = ragged_parts(batch[INPUT_IDS])
     num_prompt, lengths = batch[NUM_PROMPT_TOKENS], offsets.diff()
-    is_prompt = torch.arange(len(ids), device=ids.device) < torch.repeat_interleave(offsets[:-1] + num_prompt, lengths)
+    is_prompt = torch.arange(len(ids), device=ids.device) < torch.repeat_interleave(
+        offsets[:-1] + num_prompt, lengths
+    )
     return ragged(ids[is_prompt], num_prompt), ragged(ids[~is_prompt], lengths - num_prompt)
 
 
@@ -157,11 +174,16 @@ def rows_of_responses(batch: Mapping[str, Any]) -> Sequence[Tensor]:
 
 
 def rows_of(index: Any, num_rows: int) -> RowIndex:
-    """The rows, out of `num_rows`, that a slice, a list, array or tensor of row numbers, or a bool mask selects."""
+    """The rows, out of `num_rows`, that a slice, a list, array or tensor of row numbers, or a bool
+    mask selects."""
     everything = np.arange(num_rows)
     if isinstance(index, slice):
         start, stop, step = index.indices(num_rows)
-        return slice(start, max(start, stop)) if step == 1 else torch.from_numpy(everything[index].copy())
+        return (
+            slice(start, max(start, stop))
+            if step == 1
+            else torch.from_numpy(everything[index].copy())
+        )
     try:
         rows = index.detach().cpu().numpy() if isinstance(index, Tensor) else np.asarray(index)
         if rows.ndim == 1 and (rows.size == 0 or rows.dtype.kind in "biu"):
@@ -171,24 +193,36 @@ def rows_of(index: Any, num_rows: int) -> RowIndex:
         raise RowIndexError(f"the batch has {num_rows} rows: {error}") from None
     except (TypeError, ValueError):
         pass  # nested lists of different lengths
-    raise DataError(f"rows are selected by a 1-d index of integers or a bool mask, not by {index!r}")
+    raise DataError(
+        f"rows are selected by a 1-d index of integers or a bool mask, not by {index!r}"
+    )
 
 
 def take_rows(columns: Columns, rows: RowIndex) -> Columns:
-    """These rows of every column. They are views if the rows are a slice, and copies if they are row numbers."""
+    """These rows of every column. They are views if the rows are a slice, and copies if they are
+    row numbers."""
     taken: Columns = {}
-    places: dict[int, Any] = {}  # by the id of the offsets, because columns that share them must share the new ones
+    places: dict[
+        int, Any
+    ] = {}  # by the id of the offsets, because columns that share them must share the new ones
     for key, column in columns.items():
         if is_ragged(column):
             values, offsets = ragged_parts(column)
             if id(offsets) not in places:
-                places[id(offsets)] = (*places_of(offsets, rows), offsets)  # kept alive, because its id is the key
+                places[id(offsets)] = (
+                    *places_of(offsets, rows),
+                    offsets,
+                )  # kept alive, because its id is the key
             inside, new_offsets, _ = places[id(offsets)]
             taken[key] = ragged_from_parts(values[inside], new_offsets)
         elif isinstance(rows, slice):
             taken[key] = column[rows]
         else:
-            taken[key] = column[rows.to(column.device)] if isinstance(column, Tensor) else column[rows.numpy()]
+            taken[key] = (
+                column[rows.to(column.device)]
+                if isinstance(column, Tensor)
+                else column[rows.numpy()]
+            )
     return taken
 
 
@@ -205,12 +239,17 @@ def join_rows(parts: Sequence[Columns]) -> Columns:
                 values, old_offsets = zip(*map(ragged_parts, column), strict=True)
                 ids = tuple(map(id, old_offsets))
                 if ids not in shared:
-                    shared[ids] = offsets_of(torch.cat([offsets.diff() for offsets in old_offsets])), old_offsets
+                    shared[ids] = (
+                        offsets_of(torch.cat([offsets.diff() for offsets in old_offsets])),
+                        old_offsets,
+                    )
                 joined[key] = ragged_from_parts(torch.cat(values), shared[ids][0])
             else:
                 joined[key] = torch.cat(column)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            raise DataError(f"{key!r} cannot be concatenated: {', '.join(map(describe, column))}") from error
+            raise DataError(
+                f"{key!r} cannot be concatenated: {', '.join(map(describe, column))}"
+            ) from error
     return joined
 
 
@@ -220,15 +259,18 @@ def join_rows(parts: Sequence[Columns]) -> Columns:
 def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         kind = "ragged " if value.is_nested else ""
-        return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
+        return (
+            f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
+        )
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
 
 
 def same_value(a: Any, b: Any, outer: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Whether two values are equal: tensors and arrays in dtype, shape and every element. NaN equals NaN.
+    """Whether two values are equal: tensors and arrays in dtype, shape and every element. NaN
+    equals NaN.
 
-    `outer` has the ids of the pairs that contain this pair. A value may contain itself: a pair that is inside itself
-    says nothing new, so its other elements decide.
+    `outer` has the ids of the pairs that contain this pair. A value may contain itself: a pair that
+    is inside itself says nothing new, so its other elements decide.
     """
     if a is b or (id(a), id(b)) in outer:
         return True
@@ -239,7 +281,9 @@ def same_value(a: Any, b: Any, outer: frozenset[tuple[int, int]] = frozenset()) 
         if is_ragged(a):
             return same_inner(ragged_parts(a), ragged_parts(b))
         a, b = a.cpu(), b.cpu()
-        return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
+        return torch.equal(a, b) or (
+            a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+        )
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
@@ -257,7 +301,8 @@ def same_value(a: Any, b: Any, outer: frozenset[tuple[int, int]] = frozenset()) 
 
 
 def additions(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """What a union adds to the first: the entries of the second whose keys are new. Others must be equal in both."""
+    """What a union adds to the first: the entries of the second whose keys are new. Others must be
+    equal in both."""
     for key in first.keys() & second.keys():
         if not same_value(first[key], second[key]):
             content = f"{describe(first[key])}, {describe(second[key])}"
@@ -266,21 +311,27 @@ def additions(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, 
 
 
 def union_tensor_dict(tensor_dict1: TensorDictBase, tensor_dict2: TensorDictBase) -> TensorDictBase:
-    """Add the second's tensors to the first, which is changed and returned. A key in both must have equal tensors."""
+    """Add the second's tensors to the first, which is changed and returned. A key in both must have
+    equal tensors."""
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        sizes = [f"{list(one.batch_size)} (keys {sorted(one.keys())})" for one in (tensor_dict1, tensor_dict2)]
+        sizes = [
+            f"{list(one.batch_size)} (keys {sorted(one.keys())})"
+            for one in (tensor_dict1, tensor_dict2)
+        ]
         raise DataError(f"a union needs equal batch sizes, not {' and '.join(sizes)}")
     return tensor_dict1.update(additions(dict(tensor_dict1.items()), dict(tensor_dict2.items())))
 
 
 def union_numpy_dict(tensor_dict1: Arrays, tensor_dict2: Arrays) -> Arrays:
-    """Add the second's arrays to the first, which is changed and returned. A key in both must have equal arrays."""
+    """Add the second's arrays to the first, which is changed and returned. A key in both must have
+    equal arrays."""
     tensor_dict1.update(additions(tensor_dict1, tensor_dict2))
     return tensor_dict1
 
 
 def merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The meta_info of joined batches. Entries must be equal, except `metrics`: these become one dict of lists."""
+    """The meta_info of joined batches. Entries must be equal, except `metrics`: these become one
+    dict of lists."""
     merged: dict[str, Any] = {}
     metrics: dict[str, list[Any]] = {}
     for part in parts:

@@ -1,17 +1,21 @@
 """DataProto: the batch that moves between the driver, the workers and their roles.
 
-Owns one class with three parts that have the same rows: `batch` (tensors), `non_tensor_batch` (numpy arrays, mostly
-of Python objects) and `meta_info` (about the batch as a whole). The names and their meaning are those of verl's
-`verl.protocol`, so that code written for it keeps working; the code is ours.
+Owns one class with three parts that have the same rows: `batch` (tensors), `non_tensor_batch`
+(numpy arrays, mostly of Python objects) and `meta_info` (about the batch as a whole). The names and
+their meaning are those of verl's `verl.protocol`, so that code written for it keeps working; the
+code is ours.
 
-What operations share and what they copy: containers (the TensorDict, the two dicts) are new in every result, so adding
-or removing a key of a result never changes its source. `select`, `slice`, `chunk`, `split` and integer indexing share
-tensors and arrays with the source; operations that gather or join rows copy them (`select_idxs`, `repeat`, `concat`,
-`padding`). `union`, `pop`, `rename`, `reorder`, `padding` and `to` change the batch they are called on.
+What operations share and what they copy: containers (the TensorDict, the two dicts) are new in
+every result, so adding or removing a key of a result never changes its source. `select`, `slice`,
+`chunk`, `split` and integer indexing share tensors and arrays with the source; operations that
+gather or join rows copy them (`select_idxs`, `repeat`, `concat`, `padding`). `union`, `pop`,
+`rename`, `reorder`, `padding` and `to` change the batch they are called on.
 
-Columns with a number per token are ragged (see `columns`); `to_padded` makes the padded columns that verl's code reads.
+Columns with a number per token are ragged (see `columns`); `to_padded` makes the padded columns
+that verl's code reads.
 
-Does not know processes or files: `encoding` turns a batch into shared-memory buffers or into a file.
+Does not know processes or files: `encoding` turns a batch into shared-memory buffers or into a
+file.
 """
 
 from __future__ import annotations
@@ -52,7 +56,8 @@ Keys = str | Sequence[str] | None
 
 @dataclass(eq=False)
 class DataProtoItem:
-    """One row of a DataProto: tensors without the batch dimension, the objects themselves, the batch's meta_info."""
+    """One row of a DataProto: tensors without the batch dimension, the objects themselves, the
+    batch's meta_info."""
 
     batch: Any = None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -60,21 +65,29 @@ class DataProtoItem:
     ragged_keys: frozenset[str] = frozenset()  # `collate_fn` makes these ragged again
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _restore, (type(self), encode((self.batch, self.non_tensor_batch, self.meta_info, self.ragged_keys)))
+        return _restore, (
+            type(self),
+            encode((self.batch, self.non_tensor_batch, self.meta_info, self.ragged_keys)),
+        )
 
 
 @dataclass(eq=False)
 class DataProto:
-    """Rows of tensors (`batch`, a flat TensorDict or None) and arrays (`non_tensor_batch`), with `meta_info`.
+    """Rows of tensors (`batch`, a flat TensorDict or None) and arrays (`non_tensor_batch`), with
+    `meta_info`.
 
     If `non_tensor_batch` or `meta_info` is None, it becomes an empty dict.
     """
 
-    batch: Any = None  # TensorDict | None; it is typed as Any so that readers need no check for None
+    batch: Any = (
+        None  # TensorDict | None; it is typed as Any so that readers need no check for None
+    )
     non_tensor_batch: Arrays = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
-    auto_padding: ClassVar[bool] = False  # if True, every batch may be padded to a size that the ranks divide
+    auto_padding: ClassVar[bool] = (
+        False  # if True, every batch may be padded to a size that the ranks divide
+    )
 
     def __post_init__(self) -> None:
         self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
@@ -92,20 +105,26 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """A batch of these tensors and arrays. The first `num_batch_dims` dimensions of all tensors must be equal.
+        """A batch of these tensors and arrays. The first `num_batch_dims` dimensions of all tensors
+        must be equal.
 
-        Non-tensors that are not arrays (usually lists) become 1-d object arrays with one entry per row.
+        Non-tensors that are not arrays (usually lists) become 1-d object arrays with one entry per
+        row.
         """
         non_tensors = non_tensors or {}
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
-            raise DataError(f"num_batch_dims is {num_batch_dims}; it is at least 1, and 1 with {list(non_tensors)}")
+            raise DataError(
+                f"num_batch_dims is {num_batch_dims}; it is at least 1, and 1 with {list(non_tensors)}"
+            )
         batch = None
         if tensors:
             _check_tensors(tensors)
             sizes = {key: tuple(tensor.shape[:num_batch_dims]) for key, tensor in tensors.items()}
             batch_size = next(iter(sizes.values()))
             if set(sizes.values()) != {batch_size} or len(batch_size) < num_batch_dims:
-                raise DataError(f"the tensors need {num_batch_dims} batch dimensions of equal sizes, not {sizes}")
+                raise DataError(
+                    f"the tensors need {num_batch_dims} batch dimensions of equal sizes, not {sizes}"
+                )
             batch = TensorDict(dict(tensors), batch_size)
         arrays = {
             key: value if isinstance(value, np.ndarray) else np.fromiter(value, object)
@@ -116,29 +135,48 @@ class DataProto:
 
     @classmethod
     def from_columns(
-        cls, columns: Mapping[str, Any], batch_size: Sequence[int] | None, meta_info: dict[str, Any], device: Any = None
+        cls,
+        columns: Mapping[str, Any],
+        batch_size: Sequence[int] | None,
+        meta_info: dict[str, Any],
+        device: Any = None,
     ) -> DataProto:
         """A batch of tensors and arrays. If `batch_size` is None, it has no tensors."""
-        tensors = {key: column for key, column in columns.items() if isinstance(column, torch.Tensor)}
+        tensors = {
+            key: column for key, column in columns.items() if isinstance(column, torch.Tensor)
+        }
         arrays = {key: column for key, column in columns.items() if key not in tensors}
-        return cls(None if batch_size is None else TensorDict(tensors, batch_size, device=device), arrays, meta_info)
+        return cls(
+            None if batch_size is None else TensorDict(tensors, batch_size, device=device),
+            arrays,
+            meta_info,
+        )
 
     @classmethod
     def from_single_dict(
-        cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
+        cls,
+        data: Mapping[str, Any],
+        meta_info: dict[str, Any] | None = None,
+        auto_padding: bool = False,
     ) -> DataProto:
         """A batch of one dict of tensors and numpy arrays."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
-        if wrong := {k: type(v).__name__ for k, v in data.items() if k not in tensors and k not in arrays}:
+        if wrong := {
+            k: type(v).__name__ for k, v in data.items() if k not in tensors and k not in arrays
+        }:
             raise DataError(f"from_single_dict takes tensors and numpy arrays, not {wrong}")
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
     def from_tensordict(
-        cls, tensor_dict: TensorDictBase | None = None, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
+        cls,
+        tensor_dict: TensorDictBase | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
     ) -> DataProto:
-        """The batch in a TensorDict. Its NonTensorStacks become non_tensor_batch, and its NonTensorData meta_info."""
+        """The batch in a TensorDict. Its NonTensorStacks become non_tensor_batch, and its
+        NonTensorData meta_info."""
         tensors: dict[str, torch.Tensor] = {}
         arrays: Arrays = {}
         meta = dict(meta_info or {})
@@ -150,17 +188,24 @@ class DataProto:
             elif isinstance(value, NonTensorData):
                 meta |= operations.additions(meta, {key: value.data})
             else:
-                raise DataError(f"{key!r} is a {type(value).__name__}; a batch is flat: tensor_dict.flatten_keys('.')")
+                raise DataError(
+                    f"{key!r} is a {type(value).__name__}; a batch is flat: tensor_dict.flatten_keys('.')"
+                )
         return cls.from_dict(tensors, arrays, meta, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """One TensorDict that shares the tensors. Arrays become NonTensorStacks, and meta_info NonTensorData.
+        """One TensorDict that shares the tensors. Arrays become NonTensorStacks, and meta_info
+        NonTensorData.
 
         Converted back, all arrays hold objects.
         """
         if clash := sorted(self.columns().keys() & self.meta_info.keys()):
-            raise DataError(f"a TensorDict has one value per key, but these are in meta_info too: {clash}")
-        result = TensorDict({}, [len(self)]) if self.batch is None else self.batch.clone(recurse=False)
+            raise DataError(
+                f"a TensorDict has one value per key, but these are in meta_info too: {clash}"
+            )
+        result = (
+            TensorDict({}, [len(self)]) if self.batch is None else self.batch.clone(recurse=False)
+        )
         for key, array in self.non_tensor_batch.items():
             rows = [NonTensorData(row) for row in array]
             result.set(key, NonTensorStack(*rows) if rows else NonTensorStack(batch_size=[]))
@@ -182,28 +227,42 @@ class DataProto:
             raise DataError(f"these keys are both in batch and in non_tensor_batch: {clash}")
         return {**tensors, **self.non_tensor_batch}
 
-    def like(self, columns: Columns, num_rows: int, meta_info: dict[str, Any] | None = None) -> DataProto:
-        """A batch with other columns and that many rows. Its type, device and meta_info are those of this batch."""
+    def like(
+        self, columns: Columns, num_rows: int, meta_info: dict[str, Any] | None = None
+    ) -> DataProto:
+        """A batch with other columns and that many rows. Its type, device and meta_info are those
+        of this batch."""
         meta_info = dict(self.meta_info) if meta_info is None else meta_info
         batch_size = None if self.batch is None else [num_rows, *self.batch.batch_size[1:]]
-        return type(self).from_columns(columns, batch_size, meta_info, self.batch.device if batch_size else None)
+        return type(self).from_columns(
+            columns, batch_size, meta_info, self.batch.device if batch_size else None
+        )
 
     def check_consistency(self) -> None:
         """Raise a DataError if the parts do not have the same rows or hold the wrong types."""
         if self.batch is not None:
             if not isinstance(self.batch, TensorDictBase) or not self.batch.batch_size:
-                raise DataError(f"batch is a {type(self.batch).__name__}, not a TensorDict with rows (see from_dict)")
+                raise DataError(
+                    f"batch is a {type(self.batch).__name__}, not a TensorDict with rows (see from_dict)"
+                )
             _check_tensors(self.batch)
         for key, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray) or array.ndim == 0:
-                raise DataError(f"non_tensor_batch[{key!r}] is a {type(array).__name__}, not an array with rows")
+                raise DataError(
+                    f"non_tensor_batch[{key!r}] is a {type(array).__name__}, not an array with rows"
+                )
             if len(array) != len(self):
-                shown = {name: operations.describe(column) for name, column in self.columns().items()}
-                raise DataError(f"non_tensor_batch[{key!r}] has {len(array)} rows, not {len(self)}: {shown}")
+                shown = {
+                    name: operations.describe(column) for name, column in self.columns().items()
+                }
+                raise DataError(
+                    f"non_tensor_batch[{key!r}] has {len(array)} rows, not {len(self)}: {shown}"
+                )
         self.columns()
 
     def print_size(self, prefix: str = "") -> str:
-        """Log and return how many bytes the tensors and arrays take. An object counts as a reference (8 bytes)."""
+        """Log and return how many bytes the tensors and arrays take. An object counts as a
+        reference (8 bytes)."""
         parts = ({} if self.batch is None else self.batch, self.non_tensor_batch)
         sizes = [sum(map(operations.num_bytes, part.values())) for part in parts]
         text = f"{len(self)} rows, batch {sizes[0] / 2**20:.2f} MiB, non_tensor_batch {sizes[1] / 2**20:.2f} MiB"
@@ -212,10 +271,17 @@ class DataProto:
         return text
 
     def get_data_info(self) -> str:
-        """The keys, one in a line: columns with their shape, type and device, and `meta_info` with types."""
+        """The keys, one in a line: columns with their shape, type and device, and `meta_info` with
+        types."""
         tensors = ({} if self.batch is None else self.batch).items()
-        batch = [f"  {key}: {tuple(tensor.shape)} ({tensor.dtype}) {tensor.device}" for key, tensor in tensors]
-        arrays = [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in self.non_tensor_batch.items()]
+        batch = [
+            f"  {key}: {tuple(tensor.shape)} ({tensor.dtype}) {tensor.device}"
+            for key, tensor in tensors
+        ]
+        arrays = [
+            f"  {key}: ndarray{array.shape} ({array.dtype})"
+            for key, array in self.non_tensor_batch.items()
+        ]
         meta_info = [f"  {key}: {type(value).__name__}" for key, value in self.meta_info.items()]
         return "\n".join(["batch", *batch, "non_tensor_batch", *arrays, "meta_info", *meta_info])
 
@@ -226,33 +292,48 @@ class DataProto:
     # --- rows ---------------------------------------------------------------------------------------------------
 
     def __getitem__(self, item: Any) -> Any:
-        """An int gives a DataProtoItem; a slice, list, array, tensor or bool mask of rows gives a DataProto."""
+        """An int gives a DataProtoItem; a slice, list, array, tensor or bool mask of rows gives a
+        DataProto."""
         if isinstance(item, torch.Tensor | np.ndarray | np.generic) and item.ndim == 0:
             item = item.item()
         if type(item) is not int:
             return self.select_idxs(item)
         if item not in range(-len(self), len(self)):
-            raise operations.RowIndexError(f"the batch has {len(self)} rows; there is no row {item}")
+            raise operations.RowIndexError(
+                f"the batch has {len(self)} rows; there is no row {item}"
+            )
         row = item % len(self)
         columns = operations.take_rows(self.columns(), builtins.slice(row, row + 1))
         ragged = frozenset(key for key, column in columns.items() if is_ragged(column))
-        values = {key: flat_values(column) if key in ragged else column[0] for key, column in columns.items()}
+        values = {
+            key: flat_values(column) if key in ragged else column[0]
+            for key, column in columns.items()
+        }
         objects = {key: values.pop(key) for key in self.non_tensor_batch}
-        inner = None if self.batch is None else TensorDict(values, self.batch.batch_size[1:], device=self.batch.device)
+        inner = (
+            None
+            if self.batch is None
+            else TensorDict(values, self.batch.batch_size[1:], device=self.batch.device)
+        )
         return DataProtoItem(inner, objects, dict(self.meta_info), ragged)
 
     def select_idxs(self, idxs: Any) -> DataProto:
-        """A copy of the rows with these numbers (list, array, tensor), or of those at which a bool mask is True."""
+        """A copy of the rows with these numbers (list, array, tensor), or of those at which a bool
+        mask is True."""
         rows = operations.rows_of(idxs, len(self))
         num_rows = rows.stop - rows.start if isinstance(rows, builtins.slice) else len(rows)
         return self.like(operations.take_rows(self.columns(), rows), num_rows)
 
-    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """The rows from `start` to before `end`. They share memory with this batch if `step` is 1."""
+    def slice(
+        self, start: int | None = None, end: int | None = None, step: int | None = None
+    ) -> DataProto:
+        """The rows from `start` to before `end`. They share memory with this batch if `step` is
+        1."""
         return self.select_idxs(builtins.slice(start, end, step))
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """`chunks` parts, in order, of one size; if padding is enabled, sizes that differ by one are possible."""
+        """`chunks` parts, in order, of one size; if padding is enabled, sizes that differ by one
+        are possible."""
         if chunks < 1 or (len(self) % chunks and not self.is_padding_enabled()):
             fix = "pad it with pad_dataproto_to_divisor, or enable auto_padding"
             raise DataError(f"{len(self)} rows cannot be split into {chunks} equal parts; {fix}")
@@ -267,25 +348,33 @@ class DataProto:
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Every row `repeat_times` times, in the order 0 0 1 1 if `interleave` is true, else 0 1 0 1."""
+        """Every row `repeat_times` times, in the order 0 0 1 1 if `interleave` is true, else 0 1 0
+        1."""
         rows = torch.arange(len(self))
-        return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+        return self.select_idxs(
+            rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
+        )
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
         """Row i `repeat_times[i]` times, its copies next to each other."""
         counts = torch.as_tensor(repeat_times).cpu()
         if counts.shape != (len(self),) or counts.is_floating_point() or bool((counts < 0).any()):
             given = operations.describe(counts)
-            raise DataError(f"sample_level_repeat takes {len(self)} counts, one integer per row, not {given}")
+            raise DataError(
+                f"sample_level_repeat takes {len(self)} counts, one integer per row, not {given}"
+            )
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(counts.to(torch.int64)))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Keys = None) -> DataProto:
-        """`n_split` rows for every row: `split_keys` are split along their second dimension, other columns repeated."""
+        """`n_split` rows for every row: `split_keys` are split along their second dimension, other
+        columns repeated."""
         columns = self.repeat(n_split).columns()
         for key, column in _picked(self.columns(), _as_list(split_keys), "the batch").items():
             if n_split < 1 or is_ragged(column) or column.ndim < 2 or column.shape[1] % n_split:
                 form = f"dense columns with a second dimension that {n_split} divides"
-                raise DataError(f"unfold_column_chunks splits {form}; {key!r} is {operations.describe(column)}")
+                raise DataError(
+                    f"unfold_column_chunks splits {form}; {key!r} is {operations.describe(column)}"
+                )
             columns[key] = column.reshape(-1, column.shape[1] // n_split, *column.shape[2:])
         return self.like(columns, len(self) * n_split)
 
@@ -293,15 +382,25 @@ class DataProto:
         """Put the rows in this order, a permutation of the row numbers. Changes this batch."""
         rows = torch.arange(len(self))[operations.rows_of(indices, len(self))]
         if not torch.equal(rows.sort().values, torch.arange(len(self))):
-            raise DataError(f"reorder needs every one of {len(self)} rows once; got {len(rows)} row numbers")
+            raise DataError(
+                f"reorder needs every one of {len(self)} rows once; got {len(rows)} row numbers"
+            )
         self._replace_with(self.select_idxs(rows))
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
         """Append `padding_size` copies of the "first" or the "last" row. Changes this batch."""
-        if padding_candidate not in ("", "first", "last"):  # verl's default is "", which means the last row
-            raise DataError(f"padding_candidate is {padding_candidate!r}; it must be 'first' or 'last'")
+        if padding_candidate not in (
+            "",
+            "first",
+            "last",
+        ):  # verl's default is "", which means the last row
+            raise DataError(
+                f"padding_candidate is {padding_candidate!r}; it must be 'first' or 'last'"
+            )
         if padding_size < 0 or (padding_size and len(self) == 0):
-            raise DataError(f"{padding_size} rows of padding cannot be appended to {len(self)} rows ({self._keys()})")
+            raise DataError(
+                f"{padding_size} rows of padding cannot be appended to {len(self)} rows ({self._keys()})"
+            )
         candidate = 0 if padding_candidate == "first" else len(self) - 1
         rows = torch.cat([torch.arange(len(self)), torch.full((padding_size,), candidate)])
         self._replace_with(self.select_idxs(rows))
@@ -310,29 +409,41 @@ class DataProto:
     def concat(data: Sequence[DataProto]) -> DataProto:
         """The rows of all batches, one after another. All batches must have the same keys.
 
-        `meta_info` entries must be equal in all batches that have them, except `metrics`: those dicts (or lists of
-        dicts), one per rank, become one dict of lists.
+        `meta_info` entries must be equal in all batches that have them, except `metrics`: those
+        dicts (or lists of dicts), one per rank, become one dict of lists.
         """
         if not data:
             raise DataError("nothing to concatenate: the list of batches is empty")
-        forms = [(part._keys(), None if part.batch is None else part.batch.batch_size[1:]) for part in data]
+        forms = [
+            (part._keys(), None if part.batch is None else part.batch.batch_size[1:])
+            for part in data
+        ]
         for i, form in enumerate(forms):
             if form != forms[0]:
-                raise DataError(f"batches 0 and {i} have different keys or batch dimensions: {forms[0]}, {form}")
+                raise DataError(
+                    f"batches 0 and {i} have different keys or batch dimensions: {forms[0]}, {form}"
+                )
         meta_info = operations.merge_meta_info([part.meta_info for part in data])
         columns = operations.join_rows([part.columns() for part in data])
         return data[0].like(columns, sum(map(len, data)), meta_info)
 
     def make_iterator(
-        self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: Any = None
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Any = None,
     ) -> Iterator[DataProto]:
-        """Mini-batches of `mini_batch_size` rows, for `epochs` epochs. Rows are in order unless they are shuffled.
+        """Mini-batches of `mini_batch_size` rows, for `epochs` epochs. Rows are in order unless
+        they are shuffled.
 
-        `dataloader_kwargs` are passed to torch's DataLoader (for example `{"shuffle": True}`), and `seed` seeds its
-        generator, so the order is that of a DataLoader over the rows.
+        `dataloader_kwargs` are passed to torch's DataLoader (for example `{"shuffle": True}`), and
+        `seed` seeds its generator, so the order is that of a DataLoader over the rows.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise DataError(f"{len(self)} rows cannot be split into mini-batches of {mini_batch_size}")
+            raise DataError(
+                f"{len(self)} rows cannot be split into mini-batches of {mini_batch_size}"
+            )
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         options = {**(dataloader_kwargs or {}), "collate_fn": list, "generator": generator}
         row_numbers: Any = range(len(self))  # torch accepts anything that has a length and items
@@ -348,7 +459,8 @@ class DataProto:
         meta_info_keys: Keys = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """Only these keys. None selects all keys of a part, and [] none. The tensors are shared unless `deepcopy`."""
+        """Only these keys. None selects all keys of a part, and [] none. The tensors are shared
+        unless `deepcopy`."""
         tensors = _picked(self.batch, batch_keys, "batch")
         arrays = _picked(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch")
         meta_info = _picked(self.meta_info, meta_info_keys, "meta_info")
@@ -356,9 +468,13 @@ class DataProto:
         return copy.deepcopy(selected) if deepcopy else selected
 
     def pop(
-        self, batch_keys: Keys = None, non_tensor_batch_keys: Keys = None, meta_info_keys: Keys = None
+        self,
+        batch_keys: Keys = None,
+        non_tensor_batch_keys: Keys = None,
+        meta_info_keys: Keys = None,
     ) -> DataProto:
-        """Remove these keys from this batch and return a batch of them. None removes nothing. Changes this batch."""
+        """Remove these keys from this batch and return a batch of them. None removes nothing.
+        Changes this batch."""
         popped = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
         parts = (self.batch, popped.batch), (self.non_tensor_batch, popped.non_tensor_batch)
         for source, taken in (*parts, (self.meta_info, popped.meta_info)):
@@ -367,20 +483,26 @@ class DataProto:
         return popped
 
     def rename(self, old_keys: Keys = None, new_keys: Keys = None) -> DataProto:
-        """Rename keys of the tensors and arrays, pair by pair. Changes this batch and returns it."""
+        """Rename keys of the tensors and arrays, pair by pair. Changes this batch and returns
+        it."""
         old, new, columns = _as_list(old_keys), _as_list(new_keys), self.columns()
         moved = _picked(columns, old, "the batch")
         kept = {key: column for key, column in columns.items() if key not in moved}
         names = [*kept, *new]
         if len(moved) != len(new) or len(set(names)) < len(names):
-            raise DataError(f"{old} cannot be renamed to {new}: each needs one new name, and {list(kept)} are taken")
-        self._replace_with(self.like({**kept, **dict(zip(new, moved.values(), strict=True))}, len(self)))
+            raise DataError(
+                f"{old} cannot be renamed to {new}: each needs one new name, and {list(kept)} are taken"
+            )
+        self._replace_with(
+            self.like({**kept, **dict(zip(new, moved.values(), strict=True))}, len(self))
+        )
         return self
 
     def union(self, other: DataProto) -> DataProto:
         """Add the columns and meta_info of `other`. Changes this batch and returns it.
 
-        If a key is in both, its values must be equal; if they are not, nothing is changed. Added tensors are shared.
+        If a key is in both, its values must be equal; if they are not, nothing is changed. Added
+        tensors are shared.
         """
         if self._keys() and other._keys() and len(self) != len(other):
             mine, theirs = f"{len(self)} rows ({self._keys()})", f"{len(other)} ({other._keys()})"
@@ -389,21 +511,26 @@ class DataProto:
         arrays = operations.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
         if other.batch is not None:
             empty = TensorDict({}, other.batch.batch_size, device=other.batch.device)
-            self.batch = operations.union_tensor_dict(empty if self.batch is None else self.batch, other.batch)
+            self.batch = operations.union_tensor_dict(
+                empty if self.batch is None else self.batch, other.batch
+            )
         self.non_tensor_batch, self.meta_info = arrays, meta_info
         return self
 
     # --- forms --------------------------------------------------------------------------------------------------
 
     def to_padded(
-        self, prompt_width: int | None = None, response_width: int | None = None, pad_token_id: int = 0
+        self,
+        prompt_width: int | None = None,
+        response_width: int | None = None,
+        pad_token_id: int = 0,
     ) -> DataProto:
         """The same batch with dense tensors [rows, width] in place of its ragged columns.
 
-        From `input_ids` and `num_prompt_tokens` it computes prompts (padded on the left), responses (on the right),
-        both together as input_ids, attention_mask and position_ids, and a response_mask of ones if there is none yet.
-        Other ragged columns hold a number per response token: they get zeros on the right. The default width is that of
-        the longest row.
+        From `input_ids` and `num_prompt_tokens` it computes prompts (padded on the left), responses
+        (on the right), both together as input_ids, attention_mask and position_ids, and a
+        response_mask of ones if there is none yet. Other ragged columns hold a number per response
+        token: they get zeros on the right. The default width is that of the longest row.
         """
         columns = self.columns()
         if all(key in columns for key in TOKENS) and is_ragged(columns[INPUT_IDS]):
@@ -417,11 +544,15 @@ class DataProto:
             columns[INPUT_IDS] = torch.cat([prompt_ids, response_ids], dim=1)
             columns |= {"prompts": prompt_ids, "responses": response_ids}
             columns |= {"attention_mask": attention_mask, "position_ids": position_ids}
-            # The mask of several turns says which tokens the policy sampled, and must not be replaced.
+            # The mask of several turns says which tokens the policy sampled, and must not be
+            # replaced.
             mask = columns.get(RESPONSE_MASK, is_response)
             mask = pad_ragged(mask, response_width) if is_ragged(mask) else mask
             columns[RESPONSE_MASK] = mask.long()
-        padded = {key: pad_ragged(one, response_width) if is_ragged(one) else one for key, one in columns.items()}
+        padded = {
+            key: pad_ragged(one, response_width) if is_ragged(one) else one
+            for key, one in columns.items()
+        }
         return self.like(padded, len(self))
 
     def to(self, device: Any) -> DataProto:
@@ -431,7 +562,8 @@ class DataProto:
         return self
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
-        """Write one safetensors file, completely or not at all. Non-tensors must be values that JSON can hold."""
+        """Write one safetensors file, completely or not at all. Non-tensors must be values that
+        JSON can hold."""
         save_parts(filepath, self.batch, self.non_tensor_batch, self.meta_info)
 
     @classmethod
@@ -440,7 +572,8 @@ class DataProto:
         return cls(*load_parts(filepath))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as plain buffers (see `encoding`). The copy is on the CPU and does not share memory."""
+        """Pickle as plain buffers (see `encoding`). The copy is on the CPU and does not share
+        memory."""
         return _restore, (type(self), encode((self.batch, self.non_tensor_batch, self.meta_info)))
 
     def __copy__(self) -> DataProto:
@@ -468,14 +601,16 @@ def _restore(cls: type[Any], encoded: Encoded) -> Any:
 
 
 def tensordict_to_batch(value: Any) -> Any:
-    """A TensorDict with rows as a batch that `batch_to_tensordict` recognizes. Other values are returned unchanged."""
+    """A TensorDict with rows as a batch that `batch_to_tensordict` recognizes. Other values are
+    returned unchanged."""
     if not isinstance(value, TensorDictBase) or not value.batch_size:
         return value
     return DataProto.from_tensordict(value, {TENSORDICT_KEY: True}, len(value.batch_size))
 
 
 def batch_to_tensordict(value: Any) -> Any:
-    """The TensorDict that a batch was made of by `tensordict_to_batch`. Other values are returned unchanged."""
+    """The TensorDict that a batch was made of by `tensordict_to_batch`. Other values are returned
+    unchanged."""
     if not isinstance(value, DataProto) or TENSORDICT_KEY not in value.meta_info:
         return value
     value.pop(meta_info_keys=TENSORDICT_KEY)

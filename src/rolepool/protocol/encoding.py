@@ -1,8 +1,9 @@
 """Tensors outside of a process: as plain buffers in shared memory, and as files.
 
-Owns the form in which tensors and numeric arrays travel between processes. `encode` pickles a value and puts the bytes
-of its tensors beside the pickle as 1-d uint8 arrays, which pickle 5 (and so Ray) transfers out of band: no tensor is
-pickled, and a slice of rows carries its own rows only, not the storage that it is a view of. `decode` is the inverse.
+Owns the form in which tensors and numeric arrays travel between processes. `encode` pickles a value
+and puts the bytes of its tensors beside the pickle as 1-d uint8 arrays, which pickle 5 (and so Ray)
+transfers out of band: no tensor is pickled, and a slice of rows carries its own rows only, not the
+storage that it is a view of. `decode` is the inverse.
 
 **Reading does not copy, and writing is private.** Ray gives every process of a node the same memory, as read-only
 arrays. A torch view of it could be written to without a warning, and every process would see the change. So `decode`
@@ -11,8 +12,8 @@ to a page makes the kernel copy that page for this process alone. The array that
 long as a tensor on the mapping. If the memory cannot be mapped again (no /proc, no permission, not a file), and if a
 message is small, the bytes are copied.
 
-What does not travel: the device (CUDA tensors arrive on the CPU), `requires_grad`, and strides. Subclasses of
-`torch.Tensor` other than Parameter and ragged columns are pickled as usual.
+What does not travel: the device (CUDA tensors arrive on the CPU), `requires_grad`, and strides.
+Subclasses of `torch.Tensor` other than Parameter and ragged columns are pickled as usual.
 
 Does not know Ray, or what the tensors mean.
 """
@@ -45,8 +46,8 @@ from rolepool.protocol.columns import is_ragged, ragged_from_parts, ragged_parts
 
 Buffer = npt.NDArray[np.uint8]
 
-# The first mapping of a memory reads /proc, which takes about 1 ms, and more in a process with CUDA. A copy of fewer
-# bytes than this is faster.
+# The first mapping of a memory reads /proc, which takes about 1 ms, and more in a process with
+# CUDA. A copy of fewer bytes than this is faster.
 MIN_MAPPED_BYTES = 2**20
 
 
@@ -70,10 +71,11 @@ class Encoded:
 
 
 def encode(value: Any) -> Encoded:
-    """Pickle a value. The bytes of every tensor and numeric array in it, at any depth, become buffers.
+    """Pickle a value. The bytes of every tensor and numeric array in it, at any depth, become
+    buffers.
 
-    The buffers of contiguous CPU tensors and arrays are views, not copies: send them before the originals change.
-    Lists, dicts and arrays may contain themselves.
+    The buffers of contiguous CPU tensors and arrays are views, not copies: send them before the
+    originals change. Lists, dicts and arrays may contain themselves.
     """
     pickled, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(pickled, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -87,10 +89,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             raw: Any = np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8)
             return _from_bytes, (pickle.PickleBuffer(raw), value.dtype, value.shape)
         if is_ragged(value):
-            return ragged_from_parts, ragged_parts(value)  # columns with one offsets tensor share it again
+            return ragged_from_parts, ragged_parts(
+                value
+            )  # columns with one offsets tensor share it again
         if isinstance(value, TensorDictBase):
             return TensorDict, (dict(value.items()), value.batch_size)
-        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
+        is_plain = (
+            type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
+        )
         if is_plain and not (value.is_nested or value.is_quantized or value.is_meta):
             raw = tensor_bytes(value)
             return _from_bytes, (pickle.PickleBuffer(raw), value.dtype, tuple(value.shape))
@@ -98,16 +104,22 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Buffer:
-    """The bytes of a strided tensor as a 1-d uint8 array. It is a view if the tensor is contiguous and on the CPU."""
+    """The bytes of a strided tensor as a 1-d uint8 array. It is a view if the tensor is contiguous
+    and on the CPU."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # Not reshape(-1), which leaves a single element with whatever stride it had, and that cannot be viewed as bytes.
+    # Not reshape(-1), which leaves a single element with whatever stride it had, and that cannot be
+    # viewed as bytes.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def _from_bytes(buffer: Buffer, dtype: torch.dtype | np.dtype[Any], shape: Sequence[int]) -> Any:
     """The tensor or array that lives in a writable buffer, which it keeps alive."""
     if isinstance(dtype, torch.dtype):
-        return torch.from_numpy(buffer).view(dtype).reshape(shape) if buffer.size else torch.empty(shape, dtype=dtype)
+        return (
+            torch.from_numpy(buffer).view(dtype).reshape(shape)
+            if buffer.size
+            else torch.empty(shape, dtype=dtype)
+        )
     return buffer.view(dtype).reshape(shape)
 
 
@@ -124,7 +136,8 @@ class _SharedMemory(NamedTuple):
 
 
 class _PrivateMapping(mmap.mmap):
-    """A copy-on-write mapping of a part of shared memory. It is unmapped when the last array on it is gone."""
+    """A copy-on-write mapping of a part of shared memory. It is unmapped when the last array on it
+    is gone."""
 
     memory: _SharedMemory
     owner: Buffer  # pins the shared object; without it the pages would be given to other objects
@@ -132,7 +145,8 @@ class _PrivateMapping(mmap.mmap):
 
 _living: weakref.WeakSet[_PrivateMapping] = weakref.WeakSet()
 
-# A shared mapping of a file, as a line of /proc/self/maps, which has thousands of lines in a process that uses CUDA.
+# A shared mapping of a file, as a line of /proc/self/maps, which has thousands of lines in a
+# process that uses CUDA.
 _SHARED_LINE = re.compile(rb"^(\w+)-(\w+) ...s (\w+) (\w+):(\w+) ([1-9]\d*)", re.MULTILINE)
 _MAP_NORESERVE = 0x4000  # Linux; only the pages that get written will need memory
 
@@ -140,7 +154,8 @@ _MAP_NORESERVE = 0x4000  # Linux; only the pages that get written will need memo
 def make_private(buffer: Buffer) -> Buffer:
     """The same bytes, which may be written to without another process or a later read seeing it.
 
-    A large read-only buffer may be shared memory. It is mapped again, copy-on-write. All others are copied.
+    A large read-only buffer may be shared memory. It is mapped again, copy-on-write. All others are
+    copied.
     """
     start, end = buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes
     if buffer.nbytes < MIN_MAPPED_BYTES or buffer.flags.writeable:
@@ -155,7 +170,11 @@ def make_private(buffer: Buffer) -> Buffer:
             flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
             mapping = _PrivateMapping(file.fileno(), end - first_page, flags, offset=offset)
     except (OSError, ValueError) as error:
-        logger.debug("copying %d bytes, because they cannot be mapped copy-on-write: %s", buffer.nbytes, error)
+        logger.debug(
+            "copying %d bytes, because they cannot be mapped copy-on-write: %s",
+            buffer.nbytes,
+            error,
+        )
         return buffer.copy()
     mapping.memory, mapping.owner = memory, buffer
     _living.add(mapping)
@@ -164,7 +183,8 @@ def make_private(buffer: Buffer) -> Buffer:
 
 def _memory_at(low: int, high: int) -> _SharedMemory:
     """The shared file mapping that contains these addresses. Raises OSError if there is none."""
-    # A private mapping pins its object, so the addresses of the object's memory mean the same file while it lives.
+    # A private mapping pins its object, so the addresses of the object's memory mean the same file
+    # while it lives.
     for mapping in list(_living):
         if mapping.memory.start <= low and high <= mapping.memory.end:
             return mapping.memory
@@ -177,7 +197,8 @@ def _memory_at(low: int, high: int) -> _SharedMemory:
 
 @functools.cache  # searching all processes takes milliseconds
 def _path_of(memory: _SharedMemory) -> str:
-    """Where the mapped file, which has no name any more, can be opened. It is "" if that is not possible."""
+    """Where the mapped file, which has no name any more, can be opened. It is "" if that is not
+    possible."""
     return next((path for path in _places_of(memory) if _file_at(path) == memory.file), "")
 
 
@@ -190,7 +211,8 @@ def _file_at(path: str) -> tuple[int, int] | None:
 
 
 def _places_of(memory: _SharedMemory) -> Iterator[str]:
-    """Where the file may be opened: this process's mapping of it (needs a capability), or the raylet, which made it."""
+    """Where the file may be opened: this process's mapping of it (needs a capability), or the
+    raylet, which made it."""
     yield f"/proc/self/map_files/{memory.start:x}-{memory.end:x}"
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or it is another user's
@@ -201,15 +223,21 @@ def _places_of(memory: _SharedMemory) -> Iterator[str]:
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def save_parts(filepath: str | os.PathLike[str], batch: Any, arrays: dict[str, Any], meta_info: dict[str, Any]) -> None:
+def save_parts(
+    filepath: str | os.PathLike[str], batch: Any, arrays: dict[str, Any], meta_info: dict[str, Any]
+) -> None:
     """Write the parts of a batch to one safetensors file, completely or not at all.
 
-    Tensors and numeric arrays are stored under `batch/KEY` and `arrays/KEY`, so that any safetensors reader finds them.
-    A ragged column is stored as `batch/KEY/values` and `batch/KEY/offsets`. The file's metadata has everything else as
-    JSON, under `arrays/KEY` and `meta_info/KEY`. Pickle is never used.
+    Tensors and numeric arrays are stored under `batch/KEY` and `arrays/KEY`, so that any
+    safetensors reader finds them. A ragged column is stored as `batch/KEY/values` and
+    `batch/KEY/offsets`. The file's metadata has everything else as JSON, under `arrays/KEY` and
+    `meta_info/KEY`. Pickle is never used.
     """
     columns = {} if batch is None else dict(batch.items())
-    texts = {f"meta_info/{key}": _as_json(f"meta_info[{key!r}]", value) for key, value in meta_info.items()}
+    texts = {
+        f"meta_info/{key}": _as_json(f"meta_info[{key!r}]", value)
+        for key, value in meta_info.items()
+    }
     texts["keys"] = json.dumps([list(columns), list(arrays)])
     texts["batch_size"] = json.dumps(None if batch is None else list(batch.batch_size))
     tensors: dict[str, torch.Tensor] = {}
@@ -250,7 +278,11 @@ def load_parts(filepath: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], d
     columns = {key: stored(f"batch/{key}") for key in names}
     arrays = {key: np.asarray(stored(f"arrays/{key}")) for key in array_names}
     meta_info = {name[10:]: value for name, value in texts.items() if name.startswith("meta_info/")}
-    return None if texts["batch_size"] is None else TensorDict(columns, texts["batch_size"]), arrays, meta_info
+    return (
+        None if texts["batch_size"] is None else TensorDict(columns, texts["batch_size"]),
+        arrays,
+        meta_info,
+    )
 
 
 def _as_json(name: str, value: Any) -> str:

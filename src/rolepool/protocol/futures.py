@@ -1,8 +1,10 @@
-"""Results of calls: what a rank replies, the batch that consists of the replies, and the future of this batch.
+"""Results of calls: what a rank replies, the batch that consists of the replies, and the future of
+this batch.
 
-The reply of a rank describes its batch by a small header. Large columns are stored separately, and a process that reads
-them fetches them. So this module can join, select and reorder rows and keys of a result without moving its data. How
-to wait for a call and how to fetch stored columns is known to `rolepool.cluster`, which passes in a `Pending`.
+The reply of a rank describes its batch by a small header. Large columns are stored separately, and
+a process that reads them fetches them. So this module can join, select and reorder rows and keys of
+a result without moving its data. How to wait for a call and how to fetch stored columns is known to
+`rolepool.cluster`, which passes in a `Pending`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ RowNumbers = npt.NDArray[np.int64]
 Keys = frozenset[str] | None
 """Which keys to use; None means all."""
 INLINE_BYTES = 64 * 1024
-"""The smallest columns of a batch are sent in its header, up to this size together; the others are stored."""
+"""The smallest columns of a batch are sent in its header, up to this size together; the others are
+stored."""
 
 
 # --- what a rank replies ------------------------------------------------------------------------------------------
@@ -48,7 +51,8 @@ class Reply(NamedTuple):
     value: Encoded | None = None
     header: BatchHeader | None = None
     stored: Any = None
-    """A reference to the large columns, a dict of Encoded. It is added by the process that reads the reply."""
+    """A reference to the large columns, a dict of Encoded. It is added by the process that reads
+    the reply."""
 
     @property
     def maker(self) -> str:
@@ -64,14 +68,19 @@ class Reply(NamedTuple):
         return self.header
 
 
-def encode_result(result: Any) -> tuple[Encoded | None, BatchHeader | None, dict[str, Encoded] | None]:
-    """The value and the header of the reply for a result, and the large columns, which must be stored."""
+def encode_result(
+    result: Any,
+) -> tuple[Encoded | None, BatchHeader | None, dict[str, Encoded] | None]:
+    """The value and the header of the reply for a result, and the large columns, which must be
+    stored."""
     if not isinstance(result, DataProto):
         return None if result is None else encode(result), None, None
     columns = {key: encode(column) for key, column in result.columns().items()}
     by_size = sorted(columns, key=lambda key: columns[key].num_bytes)
     ends = np.cumsum([columns[key].num_bytes for key in by_size])
-    large = {key: columns.pop(key) for key, end in zip(by_size, ends, strict=True) if end > INLINE_BYTES}
+    large = {
+        key: columns.pop(key) for key, end in zip(by_size, ends, strict=True) if end > INLINE_BYTES
+    }
     batch_size = None if result.batch is None else tuple(result.batch.batch_size)
     header = BatchHeader(len(result), batch_size, columns, tuple(large), encode(result.meta_info))
     return None, header, large or None
@@ -84,7 +93,11 @@ Fetch = Callable[[Sequence[Reply]], list[dict[str, Encoded]]]
 def values_of(replies: Iterable[Reply], fetch: Fetch) -> list[Any]:
     """Each rank's result, with its data."""
     return [
-        gather_rows([reply], None, None, fetch) if reply.header else reply.value.decode() if reply.value else None
+        gather_rows([reply], None, None, fetch)
+        if reply.header
+        else reply.value.decode()
+        if reply.value
+        else None
         for reply in replies
     ]
 
@@ -94,18 +107,25 @@ def count_rows(replies: Iterable[Reply]) -> int:
     return sum(reply.batch.num_rows for reply in replies)
 
 
-def gather_rows(replies: Sequence[Reply], rows: RowNumbers | None, keys: Keys, fetch: Fetch) -> DataProto:
-    """These rows (None: all) of the batch that consists of the replies. Only replies with such rows are fetched."""
+def gather_rows(
+    replies: Sequence[Reply], rows: RowNumbers | None, keys: Keys, fetch: Fetch
+) -> DataProto:
+    """These rows (None: all) of the batch that consists of the replies. Only replies with such rows
+    are fetched."""
     headers = [reply.batch for reply in replies]
     ends = np.cumsum([header.num_rows for header in headers])
     rows = np.arange(ends[-1]) if rows is None else rows
     if len(rows) and not 0 <= rows.min() <= rows.max() < ends[-1]:
-        raise DataError(f"rows {rows.min()} to {rows.max()} were requested, but the batch has {ends[-1]} rows")
+        raise DataError(
+            f"rows {rows.min()} to {rows.max()} were requested, but the batch has {ends[-1]} rows"
+        )
     part_of_row = np.searchsorted(ends, rows, side="right")
     used = [int(index) for index in np.unique(part_of_row)] or [0]
     all_names = {index: [*headers[index].small, *headers[index].large] for index in used}
     if len(set(map(frozenset, all_names.values()))) > 1:
-        shown = "; ".join(f"{replies[index].maker}: {sorted(names)}" for index, names in all_names.items())
+        shown = "; ".join(
+            f"{replies[index].maker}: {sorted(names)}" for index, names in all_names.items()
+        )
         raise DataError(f"the ranks returned batches with different keys: {shown}")
     names = [name for name in all_names[used[0]] if keys is None or name in keys]
     with_stored = [index for index in used if not set(names).isdisjoint(headers[index].large)]
@@ -113,7 +133,9 @@ def gather_rows(replies: Sequence[Reply], rows: RowNumbers | None, keys: Keys, f
     parts = []
     for index in used:
         header, encoded = headers[index], headers[index].small | stored.get(index, {})
-        part = DataProto.from_columns({name: encoded[name].decode() for name in names}, header.batch_size, {})
+        part = DataProto.from_columns(
+            {name: encoded[name].decode() for name in names}, header.batch_size, {}
+        )
         inside = rows[part_of_row == index] - (ends[index] - header.num_rows)
         parts.append(pick_rows(part, inside) if len(part) == header.num_rows else part)
     joined = parts[0] if len(parts) == 1 else DataProto.concat(parts)
@@ -156,11 +178,13 @@ class CallFuture:
         self.collect = collect
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Wait for every rank and return the result. Raises WorkerError if a rank failed or died."""
+        """Wait for every rank and return the result. Raises WorkerError if a rank failed or
+        died."""
         return self.collect(values_of(replies_of(self.calls, timeout_s), self.calls[0].fetch))
 
     def spans(self, timeout_s: float | None = None) -> list[Span]:
-        """Wait for every rank, and return the spans of the call: what each rank did, with its start and end."""
+        """Wait for every rank, and return the spans of the call: what each rank did, with its start
+        and end."""
         return [span for call in self.calls for span in call.spans(timeout_s)]
 
     def done(self) -> bool:
@@ -172,7 +196,8 @@ class CallFuture:
 
 
 class Stripe(NamedTuple):
-    """Some keys of a batch, for all of its rows. They come from the results of calls or from a batch of the driver.
+    """Some keys of a batch, for all of its rows. They come from the results of calls or from a
+    batch of the driver.
 
     `order` has the numbers of the rows, in their order. None means all rows.
     """
@@ -182,7 +207,8 @@ class Stripe(NamedTuple):
     order: RowNumbers | None = None
 
     def num_rows(self) -> int:
-        """The number of rows. If only the result tells it, this waits for the headers of the result."""
+        """The number of rows. If only the result tells it, this waits for the headers of the
+        result."""
         if self.order is not None:
             return len(self.order)
         if isinstance(self.source, DataProto):
@@ -193,32 +219,41 @@ class Stripe(NamedTuple):
         wanted = intersection(self.keys, keys)
         if isinstance(self.source, DataProto):
             return rows_with_keys(self.source, self.order, wanted)
-        return gather_rows(replies_of(self.source, timeout_s), self.order, wanted, self.source[0].fetch)
+        return gather_rows(
+            replies_of(self.source, timeout_s), self.order, wanted, self.source[0].fetch
+        )
 
 
 class DataProtoFuture(CallFuture):
-    """The future of a batch. If it is passed to another call, its data goes from worker to worker, not via the driver.
+    """The future of a batch. If it is passed to another call, its data goes from worker to worker,
+    not via the driver.
 
-    `select`, `union`, `reorder`, `chunk` and `concat` return new futures and move no data. Unlike on DataProto, none
-    of them changes the future it is called on.
+    `select`, `union`, `reorder`, `chunk` and `concat` return new futures and move no data. Unlike
+    on DataProto, none of them changes the future it is called on.
     """
 
     def __init__(self, calls: Sequence[Pending], stripes: Iterable[Stripe] | None = None) -> None:
         super().__init__(calls, collect_batches)
         self._is_plain = stripes is None
         self.stripes = (Stripe(self.calls),) if stripes is None else tuple(stripes)
-        self.sources = [call for one in self.stripes if isinstance(one.source, tuple) for call in one.source]
+        self.sources = [
+            call for one in self.stripes if isinstance(one.source, tuple) for call in one.source
+        ]
 
     def get(self, timeout_s: float | None = None, keys: Iterable[str] | None = None) -> Any:
         """Wait for the batch, fetch it (only these keys, if they are given) and return it.
 
-        If the method returned TensorDicts, the result is one TensorDict; if it returned lists, the joined list. If it
-        returned other values, the result is a list of them.
+        If the method returned TensorDicts, the result is one TensorDict; if it returned lists, the
+        joined list. If it returned other values, the result is a list of them.
         """
-        if self._is_plain and any(reply.header is None for reply in replies_of(self.calls, timeout_s)):
+        if self._is_plain and any(
+            reply.header is None for reply in replies_of(self.calls, timeout_s)
+        ):
             return super().get(timeout_s)
         wanted = None if keys is None else frozenset(keys)
-        return batch_to_tensordict(join_stripes([stripe.load(wanted, timeout_s) for stripe in self.stripes]))
+        return batch_to_tensordict(
+            join_stripes([stripe.load(wanted, timeout_s) for stripe in self.stripes])
+        )
 
     def __len__(self) -> int:
         """Number of rows. Waits for the result's header, not for its data."""
@@ -227,21 +262,28 @@ class DataProtoFuture(CallFuture):
     def select(self, keys: Iterable[str]) -> DataProtoFuture:
         """These keys only."""
         wanted = frozenset(keys)
-        stripes = [stripe._replace(keys=intersection(stripe.keys, wanted)) for stripe in self.stripes]
+        stripes = [
+            stripe._replace(keys=intersection(stripe.keys, wanted)) for stripe in self.stripes
+        ]
         return DataProtoFuture(self.calls, stripes)
 
     def union(self, other: DataProto | DataProtoFuture) -> DataProtoFuture:
-        """With the keys of another batch of as many rows. If both have a key, the other batch's column is used."""
+        """With the keys of another batch of as many rows. If both have a key, the other batch's
+        column is used."""
         return DataProtoFuture(self.calls, (*self.stripes, *stripes_of(other)))
 
     def reorder(self, indices: Sequence[int] | npt.NDArray[Any]) -> DataProtoFuture:
         """The rows with these numbers, in this order."""
         rows = np.asarray(indices, dtype=np.int64)
-        stripes = [one._replace(order=rows if one.order is None else one.order[rows]) for one in self.stripes]
+        stripes = [
+            one._replace(order=rows if one.order is None else one.order[rows])
+            for one in self.stripes
+        ]
         return DataProtoFuture(self.calls, stripes)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """`chunks` parts of equal size. Waits for the result's header to know the number of rows."""
+        """`chunks` parts of equal size. Waits for the result's header to know the number of
+        rows."""
         total = len(self)
         if chunks < 1 or total % chunks:
             raise DataError(f"{total} rows cannot be split into {chunks} equal parts")
@@ -249,9 +291,12 @@ class DataProtoFuture(CallFuture):
 
     @staticmethod
     def concat(futures: Sequence[DataProtoFuture]) -> DataProtoFuture:
-        """The rows of all futures, one after another. Each must be a future as a call returned it."""
+        """The rows of all futures, one after another. Each must be a future as a call returned
+        it."""
         if not futures or not all(future._is_plain for future in futures):
-            raise DataError("only futures as calls returned them can be concatenated; get() the others first")
+            raise DataError(
+                "only futures as calls returned them can be concatenated; get() the others first"
+            )
         return DataProtoFuture([call for future in futures for call in future.calls])
 
 
@@ -268,7 +313,8 @@ collect_first = itemgetter(0)
 
 
 def collect_batches(results: list[Any]) -> Any:
-    """The results of ranks that each had a part of a batch: batches and lists are joined, others stay in a list."""
+    """The results of ranks that each had a part of a batch: batches and lists are joined, others
+    stay in a list."""
     if all(isinstance(result, DataProto) for result in results):
         return DataProto.concat(results)
     if all(isinstance(result, list) for result in results):
@@ -278,7 +324,9 @@ def collect_batches(results: list[Any]) -> Any:
 
 def join_stripes(parts: Sequence[DataProto]) -> DataProto:
     """One batch with all the keys. If two parts have a key, the later one's column is used."""
-    if len({len(part) for part in parts if part.columns()}) > 1:  # a part without keys has no rows to compare
+    if (
+        len({len(part) for part in parts if part.columns()}) > 1
+    ):  # a part without keys has no rows to compare
         sizes = ", ".join(f"{sorted(part.columns())}: {len(part)}" for part in parts)
         raise DataError(f"batches of different numbers of rows cannot be one batch: {sizes}")
     columns, meta_info = {}, {}
@@ -297,7 +345,9 @@ def intersection(one: Keys, other: Keys) -> Keys:
 
 def rows_with_keys(batch: DataProto, rows: RowNumbers | None, keys: Keys) -> DataProto:
     """These rows (None means all) of the batch, without columns that are not among the keys."""
-    columns = {key: column for key, column in batch.columns().items() if keys is None or key in keys}
+    columns = {
+        key: column for key, column in batch.columns().items() if keys is None or key in keys
+    }
     chosen = batch.like(columns, len(batch))
     has_no_rows = len(chosen) < len(batch)  # it has arrays only, and none of them is among the keys
     return chosen if rows is None or has_no_rows else pick_rows(chosen, rows)

@@ -1,7 +1,8 @@
 """Comparing runs: what took how long, which differences are significant, and which keys differ.
 
-Owns the comparison as numbers, words and table (every number comes from the metrics of the runs), and training one
-recipe with several placements, one after another, each in its own process. Does not know the page.
+Owns the comparison as numbers, words and table (every number comes from the metrics of the runs),
+and training one recipe with several placements, one after another, each in its own process. Does
+not know the page.
 """
 
 import os
@@ -24,7 +25,15 @@ from rolepool.metrics.run_folder import validation_score
 from rolepool.placement.checks import plan_problems
 from rolepool.report import plots
 from rolepool.report.findings import duration, outside_load
-from rolepool.report.run import TIMING, Run, distinct_names, finite_values, metric_names, read_parts, value_at
+from rolepool.report.run import (
+    TIMING,
+    Run,
+    distinct_names,
+    finite_values,
+    metric_names,
+    read_parts,
+    value_at,
+)
 
 NUM_RESAMPLES = 2000
 MIN_STEPS = 5
@@ -39,7 +48,8 @@ NUM_LINES_SHOWN = 10
 
 
 WaitFor = Callable[[int], tuple[int, int]]
-"""Waits for a process. Returns its exit code, and the last signal that was passed on to it, or 0."""
+"""Waits for a process. Returns its exit code, and the last signal that was passed on to it, or
+0."""
 
 NAME_KEYS = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.project_name")
 """Keys that only name a run."""
@@ -49,7 +59,8 @@ LAST_REWARDS, LAST_SCORE = "critic/score/mean (last 10%)", "val-core (last)"
 
 
 class Ratio(NamedTuple):
-    """Ratio of a run's mean to the first run's mean, with its 95% bootstrap interval (NaN for too few steps)."""
+    """Ratio of a run's mean to the first run's mean, with its 95% bootstrap interval (NaN for too
+    few steps)."""
 
     value: float
     low: float
@@ -58,7 +69,8 @@ class Ratio(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One measure of one run. Percentiles and ratio exist only if there is a value for each step."""
+    """One measure of one run. Percentiles and ratio exist only if there is a value for each
+    step."""
 
     measure: str
     run: str
@@ -82,23 +94,32 @@ class Difference(NamedTuple):
         names: dict[str, list[str]] = {}
         for name, value in self.values.items():
             names.setdefault(value, []).append(name)
-        return f"{self.key}: " + ", ".join(f"{value} in {' and '.join(runs)}" for value, runs in names.items())
+        return f"{self.key}: " + ", ".join(
+            f"{value} in {' and '.join(runs)}" for value, runs in names.items()
+        )
 
 
 def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
-    """The runs by distinct names, in the given order. A run that moved counts as several, one for each placement."""
-    parts = (read_parts(folder, name) for folder, name in zip(folders, distinct_names(folders), strict=True))
+    """The runs by distinct names, in the given order. A run that moved counts as several, one for
+    each placement."""
+    parts = (
+        read_parts(folder, name)
+        for folder, name in zip(folders, distinct_names(folders), strict=True)
+    )
     return dict(chain.from_iterable(named.items() for named in parts))
 
 
 def differences(runs: Mapping[str, Run]) -> list[Difference]:
-    """The keys that differ between the runs, without those that only name a run; first those of the work."""
+    """The keys that differ between the runs, without those that only name a run; first those of the
+    work."""
     configs = {name: run.config for name, run in runs.items() if run.config}
     keys = dict.fromkeys([*plots.TABLES.work_keys, *all_keys()])
     found = []
     for key in keys:
         values = {name: value_at(config, key) for name, config in configs.items()}
-        if key in NAME_KEYS or all(value == next(iter(values.values())) for value in values.values()):
+        if key in NAME_KEYS or all(
+            value == next(iter(values.values())) for value in values.values()
+        ):
             continue
         texts = {name: show(value) for name, value in values.items()}
         if len(set(texts.values())) < 2:  # long values whose beginnings are equal
@@ -108,8 +129,9 @@ def differences(runs: Mapping[str, Run]) -> list[Difference]:
 
 
 def compare(runs: Mapping[str, Run]) -> list[Line]:
-    """A line for each measure and run: first measures that differ significantly, then other measures of steps, then
-    measures of whole runs. If another program slowed a run down, its differences get no verdict."""
+    """A line for each measure and run: first measures that differ significantly, then other
+    measures of steps, then measures of whole runs. If another program slowed a run down, its
+    differences get no verdict."""
     lines: list[Line] = []
     by_run = {name: _step_measures(run) for name, run in runs.items()}
     first_name, first = next(iter(by_run.items()))
@@ -123,18 +145,28 @@ def compare(runs: Mapping[str, Run]) -> list[Line]:
                 if ratio is not None and disturbed & {name, first_name}:
                     ratio = ratio._replace(verdict="outside load")
                 p50, p95 = np.quantile(values, [0.5, 0.95])
-                lines.append(Line(measure, name, float(np.mean(values)), float(p50), float(p95), ratio))
-    differs = {line.measure for line in lines if line.ratio is not None and line.ratio.verdict in ("less", "more")}
+                lines.append(
+                    Line(measure, name, float(np.mean(values)), float(p50), float(p95), ratio)
+                )
+    differs = {
+        line.measure
+        for line in lines
+        if line.ratio is not None and line.ratio.verdict in ("less", "more")
+    }
     lines.sort(key=lambda line: line.measure not in differs)
     totals = {name: _run_measures(run) for name, run in runs.items()}
     for measure in dict.fromkeys(chain.from_iterable(totals.values())):
-        lines += [Line(measure, name, total[measure]) for name, total in totals.items() if measure in total]
+        lines += [
+            Line(measure, name, total[measure])
+            for name, total in totals.items()
+            if measure in total
+        ]
     return lines
 
 
 def headline(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
-    """One sentence: how much faster or slower the steps of the other runs are than those of the first, or why there is
-    no verdict."""
+    """One sentence: how much faster or slower the steps of the other runs are than those of the
+    first, or why there is no verdict."""
     first, *others = runs
     ratios = {line.run: line.ratio for line in lines if line.measure == f"{TIMING}step"}
     disturbed = [name for name, run in runs.items() if outside_load(run)]
@@ -178,7 +210,8 @@ def _faster_or_slower(ratio: Ratio) -> str:
 
 
 def _factor(ratio: Ratio) -> tuple[float, float, float]:
-    """How many times slower a run is if its steps take longer, or else how many times faster, with the interval."""
+    """How many times slower a run is if its steps take longer, or else how many times faster, with
+    the interval."""
     if ratio.verdict == "more":
         return ratio.value, ratio.low, ratio.high
     return 1 / ratio.value, 1 / ratio.high, 1 / ratio.low
@@ -192,8 +225,8 @@ def loads_on(runs: Mapping[str, Run]) -> Iterator[str]:
 
 
 def notes_on(runs: Mapping[str, Run]) -> Iterator[str]:
-    """What limits the comparison: a line for each run that other programs slowed down, and for each key that changes
-    the work."""
+    """What limits the comparison: a line for each run that other programs slowed down, and for each
+    key that changes the work."""
     yield from loads_on(runs)
     work = [difference for difference in differences(runs) if difference.is_work]
     if work:
@@ -202,7 +235,8 @@ def notes_on(runs: Mapping[str, Run]) -> Iterator[str]:
 
 
 def ratio_of_means(first: Sequence[float], other: Sequence[float]) -> Ratio | None:
-    """Mean of `other` divided by mean of `first`, with a bootstrap interval; None if `first` has mean 0."""
+    """Mean of `other` divided by mean of `first`, with a bootstrap interval; None if `first` has
+    mean 0."""
     one, two = np.asarray(first), np.asarray(other)
     if not one.mean():
         return None
@@ -210,9 +244,17 @@ def ratio_of_means(first: Sequence[float], other: Sequence[float]) -> Ratio | No
     if min(len(one), len(two)) < MIN_STEPS:
         return Ratio(value, np.nan, np.nan, "too few steps")
     generator = np.random.default_rng(0)
-    ones, twos = (steps[generator.integers(len(steps), size=(NUM_RESAMPLES, len(steps)))] for steps in (one, two))
+    ones, twos = (
+        steps[generator.integers(len(steps), size=(NUM_RESAMPLES, len(steps)))]
+        for steps in (one, two)
+    )
     low, high = np.quantile(twos.mean(axis=1) / ones.mean(axis=1), [0.025, 0.975])
-    return Ratio(value, float(low), float(high), "less" if high < 1 else "more" if low > 1 else "within noise")
+    return Ratio(
+        value,
+        float(low),
+        float(high),
+        "less" if high < 1 else "more" if low > 1 else "within noise",
+    )
 
 
 def after_warm_up(steps: list[Any]) -> list[Any]:
@@ -222,13 +264,17 @@ def after_warm_up(steps: list[Any]) -> list[Any]:
 
 def measured_steps(run: Run) -> dict[int, dict[str, float]]:
     """The metrics of the steps after the warm-up."""
-    return dict(after_warm_up([(step, row) for step, row in run.metrics.items() if f"{TIMING}step" in row]))
+    return dict(
+        after_warm_up([(step, row) for step, row in run.metrics.items() if f"{TIMING}step" in row])
+    )
 
 
 def _step_measures(run: Run) -> dict[str, list[float]]:
     """The values of all steps after the warm-up, for each measure."""
     if not run.metrics:
-        raise ConfigError(f"{run.folder}: its metrics.jsonl has no rows; compare runs that have completed some steps")
+        raise ConfigError(
+            f"{run.folder}: its metrics.jsonl has no rows; compare runs that have completed some steps"
+        )
     steps = measured_steps(run)
     found = sorted(metric_names(steps))
     names = [f"{TIMING}{name}" for name in ("step", *plots.timed_operations(steps))]
@@ -247,7 +293,9 @@ def _run_measures(run: Run) -> dict[str, float]:
             measures[LAST_SCORE] = score
     for name in sorted(metric_names(run.metrics)):
         if name.endswith(("memory_allocated_gb", "/peak_memory_gb")):
-            measures[f"{name} (most)"] = max(finite_values(run.metrics, name).values(), default=np.nan)
+            measures[f"{name} (most)"] = max(
+                finite_values(run.metrics, name).values(), default=np.nan
+            )
     return measures
 
 
@@ -257,7 +305,11 @@ def _run_measures(run: Run) -> dict[str, float]:
 def as_table(lines: Sequence[Line]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("measure", "run", "mean", "p50", "p95", "ratio", "95% interval", "difference"):
-        table.add_column(name, justify="right" if name in ("mean", "p50", "p95", "ratio") else "left", no_wrap=True)
+        table.add_column(
+            name,
+            justify="right" if name in ("mean", "p50", "p95", "ratio") else "left",
+            no_wrap=True,
+        )
     for measure, group in groupby(lines, key=lambda line: line.measure):
         for number, line in enumerate(group):
             table.add_row("" if number else measure, line.run, *cells_of(line))
@@ -270,11 +322,17 @@ def cells_of(line: Line) -> list[str]:
     if line.ratio is None:
         return [*cells, "", "", ""]
     _, low, high, verdict = line.ratio
-    return [*cells, f"{line.ratio.value:.3f}", "" if np.isnan(low) else f"{low:.3f} to {high:.3f}", verdict]
+    return [
+        *cells,
+        f"{line.ratio.value:.3f}",
+        "" if np.isnan(low) else f"{low:.3f} to {high:.3f}",
+        verdict,
+    ]
 
 
 def with_unit(measure: str, value: float) -> str:
-    """A value with its unit: `0.55 ms`, `3.2 GiB`, `58%`; without one if the name of the measure does not tell it."""
+    """A value with its unit: `0.55 ms`, `3.2 GiB`, `58%`; without one if the name of the measure
+    does not tell it."""
     if measure.startswith(TIMING) or measure.endswith("_s"):
         return duration(value)
     if measure.endswith("fraction"):
@@ -287,20 +345,34 @@ def with_unit(measure: str, value: float) -> str:
 
 
 def overrides_of(word: str) -> list[str]:
-    """`split` is a strategy; `placement.strategy=split,placement.split.share=0.5` is a list of overrides."""
-    return re.split(r",(?=[A-Za-z_][\w.-]*=)", word) if "=" in word else [f"placement.strategy={word}"]
+    """`split` is a strategy; `placement.strategy=split,placement.split.share=0.5` is a list of
+    overrides."""
+    return (
+        re.split(r",(?=[A-Za-z_][\w.-]*=)", word) if "=" in word else [f"placement.strategy={word}"]
+    )
 
 
 def run_placements(
-    recipe: str, overrides: Sequence[str], words: Sequence[str], say: Callable[[str], None], wait_for: WaitFor
+    recipe: str,
+    overrides: Sequence[str],
+    words: Sequence[str],
+    say: Callable[[str], None],
+    wait_for: WaitFor,
 ) -> tuple[list[Path], list[str]]:
-    """Train with each placement. Returns the folders of the runs that succeeded, and why the others failed.
+    """Train with each placement. Returns the folders of the runs that succeeded, and why the others
+    failed.
 
-    `wait_for` waits for a process, and passes Ctrl-C and SIGTERM on to it. They end the comparison after the run.
+    `wait_for` waits for a process, and passes Ctrl-C and SIGTERM on to it. They end the comparison
+    after the run.
     """
-    placements = {re.sub(r"[^\w.=-]+", "_", word.replace("placement.", "")): overrides_of(word) for word in words}
+    placements = {
+        re.sub(r"[^\w.=-]+", "_", word.replace("placement.", "")): overrides_of(word)
+        for word in words
+    }
     if len(words) < 2 or len(placements) < len(words):
-        raise ConfigError("compare --run: give at least two placements after `--`, such as `-- standard split`")
+        raise ConfigError(
+            "compare --run: give at least two placements after `--`, such as `-- standard split`"
+        )
     _check_placements(recipe, overrides, placements)
     # A new folder each time, so that runs are never mixed.
     name = f"compare_{Path(recipe).stem}"
@@ -313,20 +385,37 @@ def run_placements(
         keys = [f"trainer.default_local_dir={folder}", "trainer.resume_mode=disable"]
         say(f"training with {name}; its output is in {log}")
         with log.open("w", encoding="utf-8") as output:
-            command = [sys.executable, "-m", "rolepool", "train", recipe, *overrides, *placement, *keys]
+            command = [
+                sys.executable,
+                "-m",
+                "rolepool",
+                "train",
+                recipe,
+                *overrides,
+                *placement,
+                *keys,
+            ]
             streams = [(os.POSIX_SPAWN_DUP2, output.fileno(), number) for number in (1, 2)]
-            code, asked = wait_for(os.posix_spawn(sys.executable, command, os.environ, file_actions=streams))
+            code, asked = wait_for(
+                os.posix_spawn(sys.executable, command, os.environ, file_actions=streams)
+            )
         if asked:
-            raise (KeyboardInterrupt if asked == signal.SIGINT else Terminated)("the training run has ended too")
+            raise (KeyboardInterrupt if asked == signal.SIGINT else Terminated)(
+                "the training run has ended too"
+            )
         if code == 0:
             folders.append(folder)
         else:
             last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LINES_SHOWN:]
-            failures.append("\n".join([f"{name}: training ended with code {code}; the end of {log}:", *last]))
+            failures.append(
+                "\n".join([f"{name}: training ended with code {code}; the end of {log}:", *last])
+            )
     return folders, failures
 
 
-def _check_placements(recipe: str, overrides: Sequence[str], placements: Mapping[str, list[str]]) -> None:
+def _check_placements(
+    recipe: str, overrides: Sequence[str], placements: Mapping[str, list[str]]
+) -> None:
     """Raise ConfigError before the first run starts if one of the placements cannot run."""
     problems: list[str] = []
     for name, placement in placements.items():
@@ -334,4 +423,6 @@ def _check_placements(recipe: str, overrides: Sequence[str], placements: Mapping
             draft = read_config([recipe], [*overrides, *placement])
             draft.checked(*plan_problems(draft.loaded.config))
     if problems:
-        raise ConfigError([*problems, f"write keys that belong to one placement after `--`, not into {recipe}"])
+        raise ConfigError(
+            [*problems, f"write keys that belong to one placement after `--`, not into {recipe}"]
+        )

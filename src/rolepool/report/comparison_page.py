@@ -1,7 +1,7 @@
 """The page of a comparison: one file without scripts, which needs no network.
 
-Owns what is on it and its charts, in which the curves of all runs are drawn over each other. `compare` owns the
-numbers and verdicts, `comparison.html` the layout.
+Owns what is on it and its charts, in which the curves of all runs are drawn over each other.
+`compare` owns the numbers and verdicts, `comparison.html` the layout.
 """
 
 import math
@@ -40,7 +40,9 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 230, 50, 16, 10, 34
 """The size of a chart, and the space around its lines."""
 NUM_TICKS = 5
 
-TEMPLATES = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True)
+TEMPLATES = Environment(
+    loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True
+)
 
 Points = Sequence[tuple[float, float]]
 
@@ -65,22 +67,34 @@ class Chart(NamedTuple):
 
 
 def render_comparison(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
-    """The page: the headline, the curves of rewards and scores, times, the keys that differ, and all measures."""
+    """The page: the headline, the curves of rewards and scores, times, the keys that differ, and
+    all measures."""
     means = {name: plots.mean_times(measured_steps(run)) for name, run in runs.items()}
-    operations = plots.in_step_order({name for times in means.values() for name in times} - {"step"})
+    operations = plots.in_step_order(
+        {name for times in means.values() for name in times} - {"step"}
+    )
     groups = groupby(lines, key=lambda line: line.measure)
     return TEMPLATES.get_template("comparison.html").render(
         headline=headline(runs, lines),
         loads=list(loads_on(runs)),
         summary=_summary(runs, lines),
         charts=list(charts_of(runs)),
-        chart={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
+        chart={
+            "width": WIDTH,
+            "height": HEIGHT,
+            "left": LEFT,
+            "right": RIGHT,
+            "top": TOP,
+            "bottom": BOTTOM,
+        },
         max_dots=MAX_DOTS,
         steps=typical_steps(runs),
         means=means,
         colors=plots.colors_for(operations),
         differences=differences(runs),
-        measures={measure: [(line.run, cells_of(line)) for line in group] for measure, group in groups},
+        measures={
+            measure: [(line.run, cells_of(line)) for line in group] for measure, group in groups
+        },
         duration=duration,
     )
 
@@ -114,13 +128,15 @@ def _summary(runs: Mapping[str, Run], lines: Sequence[Line]) -> dict[str, dict[s
 
 
 def typical_steps(runs: Mapping[str, Run]) -> dict[str, tuple[int, float, dict[str, list[Bar]]]]:
-    """For each run that has recorded a step: the number of the step with the median duration, its seconds, and what the
-    first rank of each pool did in it."""
+    """For each run that has recorded a step: the number of the step with the median duration, its
+    seconds, and what the first rank of each pool did in it."""
     found = {}
     for name, run in runs.items():
         steps = after_warm_up([(step, *bounds) for step, bounds in step_bounds(run.spans).items()])
         if steps:
-            number, start_s, end_s = sorted(steps, key=lambda step: step[2] - step[1])[len(steps) // 2]
+            number, start_s, end_s = sorted(steps, key=lambda step: step[2] - step[1])[
+                len(steps) // 2
+            ]
             found[name] = number, end_s - start_s, first_rank_lanes(run.spans, start_s, end_s)
     return found
 
@@ -134,7 +150,10 @@ def charts_of(runs: Mapping[str, Run]) -> Iterator[Chart]:
         values = {name: values_of(run.metrics) for name, run in runs.items()}
         if not any(values.values()):
             continue
-        by_step = {name: [(float(step), value) for step, value in points.items()] for name, points in values.items()}
+        by_step = {
+            name: [(float(step), value) for step, value in points.items()]
+            for name, points in values.items()
+        }
         by_time = {name: _by_time(runs[name].metrics, points) for name, points in values.items()}
         yield _chart(f"{title} by step", by_step, _step_ticks)
         if any(points[-1][0] > 0 for points in by_time.values() if points):
@@ -147,7 +166,9 @@ def _rewards(metrics: MetricsByStep) -> dict[int, float]:
 
 def _scores(metrics: MetricsByStep) -> dict[int, float]:
     scores = {step: validation_score(row) for step, row in metrics.items()}
-    return {step: score for step, score in scores.items() if score is not None and math.isfinite(score)}
+    return {
+        step: score for step, score in scores.items() if score is not None and math.isfinite(score)
+    }
 
 
 def _by_time(metrics: MetricsByStep, values: Mapping[int, float]) -> list[tuple[float, float]]:
@@ -163,7 +184,9 @@ def _by_time(metrics: MetricsByStep, values: Mapping[int, float]) -> list[tuple[
 
 
 def _chart(
-    title: str, points_of: Mapping[str, Points], ticks_of: Callable[[float, float], list[tuple[float, str]]]
+    title: str,
+    points_of: Mapping[str, Points],
+    ticks_of: Callable[[float, float], list[tuple[float, str]]],
 ) -> Chart:
     """One line for each run, in bins if a run is long."""
     lines = {}
@@ -193,7 +216,8 @@ def _chart(
 
 
 def _range_of(values: Sequence[float]) -> tuple[float, float]:
-    """The range of an axis: that of the values, from 0 on if they are not far from it, and never empty."""
+    """The range of an axis: that of the values, from 0 on if they are not far from it, and never
+    empty."""
     low, high = min(values), max(values)
     if 0 < low <= high / 2:
         low = 0.0
@@ -217,5 +241,7 @@ def _step_ticks(first: float, last: float) -> list[tuple[float, str]]:
 def _time_ticks(first: float, last: float) -> list[tuple[float, str]]:
     """Times with a unit that fits the longest one."""
     units = {"h": 3600.0, "min": 60.0, "s": 1.0}
-    unit, size = next(((unit, size) for unit, size in units.items() if last >= 2 * size), ("s", 1.0))
+    unit, size = next(
+        ((unit, size) for unit, size in units.items() if last >= 2 * size), ("s", 1.0)
+    )
     return [(at * size, f"{at:g} {unit}") for at in ticks(first / size, last / size, NUM_TICKS)]

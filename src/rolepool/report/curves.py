@@ -1,4 +1,5 @@
-"""Curves over steps or time, made small for a page: points in bins, each with its mean, minimum and maximum.
+"""Curves over steps or time, made small for a page: points in bins, each with its mean, minimum and
+maximum.
 
 Owns how many points and how many charts a page has. Does not know which metrics a page shows.
 """
@@ -31,7 +32,9 @@ def binned(points: Sequence[tuple[float, float]], most: int) -> dict[str, list[f
     return {name: values.tolist() for name, values in columns.items()}
 
 
-def chart_of(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Any]:
+def chart_of(
+    title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float]]]
+) -> dict[str, Any]:
     """A large chart with several lines."""
     lines = [{"name": name, **binned(points, MAX_POINTS)} for name, points in series.items()]
     return {"title": title, "x_label": x_label, "series": lines}
@@ -40,8 +43,9 @@ def chart_of(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float
 def small_charts(metrics: MetricsByStep) -> dict[str, Any]:
     """All metrics by name. Those that change have a small chart, the others only their value.
 
-    Metrics that were logged in the same steps share one list of x. Minimum and maximum are left out if every bin holds
-    one step. Metrics after the first `MAX_SMALL_CHARTS` that change are only counted.
+    Metrics that were logged in the same steps share one list of x. Minimum and maximum are left out
+    if every bin holds one step. Metrics after the first `MAX_SMALL_CHARTS` that change are only
+    counted.
     """
     all_x: list[list[float]] = []
     charts: list[dict[str, Any]] = []
@@ -49,7 +53,9 @@ def small_charts(metrics: MetricsByStep) -> dict[str, Any]:
     num_hidden = 0
     for name in sorted(metric_names(metrics)):
         points = [(float(step), row[name]) for step, row in metrics.items() if name in row]
-        values = {str(value) for _, value in points}  # compared as text because NaN is not equal to itself
+        values = {
+            str(value) for _, value in points
+        }  # compared as text because NaN is not equal to itself
         if len(values) == 1:
             constants.append((name, points[0][1]))
         elif len(charts) >= MAX_SMALL_CHARTS:
@@ -61,7 +67,9 @@ def small_charts(metrics: MetricsByStep) -> dict[str, Any]:
                 all_x.append(x)
             if len(points) <= MAX_SMALL_POINTS:
                 columns = {"mean": columns["mean"]}
-            short = {column: [_rounded(value) for value in values] for column, values in columns.items()}
+            short = {
+                column: [_rounded(value) for value in values] for column, values in columns.items()
+            }
             charts.append({"name": name, "x": all_x.index(x), "last": points[-1][1], **short})
     return {
         "x": all_x,

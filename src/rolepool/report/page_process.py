@@ -1,8 +1,9 @@
 """A report or a comparison, made in a process of its own, with limits on its time and memory.
 
-A run folder can come from anywhere, and some are made to keep their reader busy for hours. `rolepool serve` stays
-usable because it waits for such a process only for a limited time, and then ends it. The page goes to standard output;
-problems of the user go to standard error, one in each line.
+A run folder can come from anywhere, and some are made to keep their reader busy for hours.
+`rolepool serve` stays usable because it waits for such a process only for a limited time, and then
+ends it. The page goes to standard output; problems of the user go to standard error, one in each
+line.
 """
 
 import resource
@@ -28,22 +29,29 @@ class PageError(Exception):
 
 
 def make_page(kind: str, folders: Sequence[Path], limit_s: float = LIMIT_S) -> str:
-    """The page of a kind, `report` or `compare`, about these run folders. Raises ConfigError if there is none."""
+    """The page of a kind, `report` or `compare`, about these run folders. Raises ConfigError if
+    there is none."""
     # -P: do not look for modules in the current folder, which may be one of the run folders.
     command = [sys.executable, "-P", "-m", "rolepool.report.page_process", kind, *map(str, folders)]
     try:
-        made = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=limit_s, check=False)
+        made = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=limit_s, check=False
+        )
     except subprocess.TimeoutExpired:
         made = None
     if made is None or made.returncode == -signal.SIGALRM:
         names = ", ".join(folder.name for folder in folders)
         what = f"{names}: the page was not ready after {limit_s:g} s, so it was stopped"
-        raise ConfigError(f"{what}; write the page with `rolepool report` or `rolepool compare`, which have no limit")
+        raise ConfigError(
+            f"{what}; write the page with `rolepool report` or `rolepool compare`, which have no limit"
+        )
     said = made.stderr.decode(errors="replace").strip()
     if made.returncode == USER_ERROR:
         raise ConfigError(said.splitlines())
     if made.returncode:
-        error = PageError(said.splitlines()[-1] if said else f"the process ended with code {made.returncode}")
+        error = PageError(
+            said.splitlines()[-1] if said else f"the process ended with code {made.returncode}"
+        )
         error.add_note(said)
         raise error
     return made.stdout.decode(errors="replace")
@@ -63,7 +71,9 @@ def main(kind: str, *folders: str) -> int:
         sys.stderr.write("\n".join(error.problems))
         return USER_ERROR
     except MemoryError:
-        sys.stderr.write(f"{', '.join(folders)}: has more in it than fits in {MEMORY_BYTES // 2**30} GiB of memory")
+        sys.stderr.write(
+            f"{', '.join(folders)}: has more in it than fits in {MEMORY_BYTES // 2**30} GiB of memory"
+        )
         return USER_ERROR
     sys.stdout.buffer.write(page.encode(errors="replace"))
     return 0

@@ -1,8 +1,8 @@
 """Reading what runs wrote: run folders, and console logs of rolepool or of other programs.
 
-Owns how the files of a run folder are read, and the parsing of console lines `step:N - key:value - key:value ...`.
-Lines that a killed run or a full disk left unreadable are skipped and counted. A small file that cannot be read is
-skipped as a whole, with the reason.
+Owns how the files of a run folder are read, and the parsing of console lines `step:N - key:value -
+key:value ...`. Lines that a killed run or a full disk left unreadable are skipped and counted. A
+small file that cannot be read is skipped as a whole, with the reason.
 """
 
 import math
@@ -21,7 +21,13 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_mod
 from rolepool.config.loading import show
 from rolepool.config.saved import saved_values
 from rolepool.errors import ConfigError, encodable, explained, one_line
-from rolepool.metrics.run_folder import event_kind, event_lines, last_lines, lock_text, newest_validation
+from rolepool.metrics.run_folder import (
+    event_kind,
+    event_lines,
+    last_lines,
+    lock_text,
+    newest_validation,
+)
 from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded, Span
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps
@@ -63,8 +69,8 @@ Lines = Callable[[Path], Iterator[bytes]]
 
 @dataclass
 class Run:
-    """What was read from a run folder. `skipped` counts the unreadable lines of each file that has some, and `unread`
-    has the reasons why whole files were not read."""
+    """What was read from a run folder. `skipped` counts the unreadable lines of each file that has
+    some, and `unread` has the reasons why whole files were not read."""
 
     folder: Path
     name: str
@@ -86,24 +92,33 @@ class Run:
 
     @property
     def event_counts(self) -> dict[str, int]:
-        """The number of restarts and of moves, without those that are 0. A resume with another placement is a move."""
-        counts = {"restarts": sum(event.kind == "restart" for event in self.events), "moves": len(self.plans[1:])}
+        """The number of restarts and of moves, without those that are 0. A resume with another
+        placement is a move."""
+        counts = {
+            "restarts": sum(event.kind == "restart" for event in self.events),
+            "moves": len(self.plans[1:]),
+        }
         return {name: count for name, count in counts.items() if count}
 
     @property
     def notes(self) -> list[str]:
         """What could not be read, in words."""
         whole = [f"{file} cannot be read: {reason}" for file, reason in self.unread.items()]
-        return whole + [f"skipped {number} unreadable lines of {file}" for file, number in self.skipped.items()]
+        return whole + [
+            f"skipped {number} unreadable lines of {file}" for file, number in self.skipped.items()
+        ]
 
     @property
     def step(self) -> int:
         """The last step that has ended."""
-        return max((step for step, row in self.metrics.items() if f"{TIMING}step" in row), default=0)
+        return max(
+            (step for step, row in self.metrics.items() if f"{TIMING}step" in row), default=0
+        )
 
     @property
     def num_steps(self) -> int | None:
-        """The number of steps of the whole run, from its last row, or from the config; None if it is unknown."""
+        """The number of steps of the whole run, from its last row, or from the config; None if it
+        is unknown."""
         if rows := list(finite_values(self.metrics, "training/num_steps").values()):
             number: Any = int(rows[-1])
         else:
@@ -128,7 +143,8 @@ class Run:
                     self.skipped[name] = self.skipped.get(name, 0) + 1
 
     def read_whole(self, name: str, read: Callable[[bytes], T]) -> T | None:
-        """What is in a small file of the run folder; None if the file does not exist or cannot be read."""
+        """What is in a small file of the run folder; None if the file does not exist or cannot be
+        read."""
         try:
             return read(read_small(self.folder / name)) if (self.folder / name).is_file() else None
         except (OSError, ValueError) as error:
@@ -143,8 +159,8 @@ def _reason(error: Exception) -> str:
 
 
 def sampled_lines(path: Path) -> Iterator[bytes]:
-    """The restarts in metrics.jsonl, the newest validation, some lines that are spread over a long file, and the lines
-    at its end."""
+    """The restarts in metrics.jsonl, the newest validation, some lines that are spread over a long
+    file, and the lines at its end."""
     yield from event_lines(path.parent, "restart")
     yield from newest_validation(path.parent)
     with open_regular(path) as file:
@@ -159,11 +175,13 @@ def sampled_lines(path: Path) -> Iterator[bytes]:
     yield from (line for line in last_lines(path, TAIL_BYTES) if line.endswith(b"\n"))
 
 
-def read_run(folder: str | Path, last_bytes: float = math.inf, lines_of_metrics: Lines = last_lines) -> Run:
+def read_run(
+    folder: str | Path, last_bytes: float = math.inf, lines_of_metrics: Lines = last_lines
+) -> Run:
     """Read a run folder. Raises ConfigError if the folder is not one.
 
-    `last_bytes` limits how much is read of spans and samples: only the end of a longer file. With `sampled_lines` as
-    `lines_of_metrics`, only some of the metrics are read, too.
+    `last_bytes` limits how much is read of spans and samples: only the end of a longer file. With
+    `sampled_lines` as `lines_of_metrics`, only some of the metrics are read, too.
     """
     run = open_run(folder)
     end_of = partial(last_lines, last_bytes=last_bytes)
@@ -182,9 +200,17 @@ def read_run(folder: str | Path, last_bytes: float = math.inf, lines_of_metrics:
 def open_run(folder: str | Path) -> Run:
     """Read only config and plans of a run folder. Raises ConfigError if the folder is not one."""
     folder = Path(folder)
-    if not any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl", "spans.jsonl")):
-        what = "has no config.yaml, metrics.jsonl or spans.jsonl" if folder.is_dir() else "is not a folder"
-        raise ConfigError(f"run {folder}: {what}; give the folder a run wrote to (its trainer.default_local_dir)")
+    if not any(
+        (folder / name).is_file() for name in ("config.yaml", "metrics.jsonl", "spans.jsonl")
+    ):
+        what = (
+            "has no config.yaml, metrics.jsonl or spans.jsonl"
+            if folder.is_dir()
+            else "is not a folder"
+        )
+        raise ConfigError(
+            f"run {folder}: {what}; give the folder a run wrote to (its trainer.default_local_dir)"
+        )
     run = Run(folder, encodable(folder.resolve().name), {}, [], [], {}, [], {})
     run.config = run.read_whole("config.yaml", saved_values) or {}
     history = run.read_whole("plan.json", PlanHistory.model_validate_json)
@@ -197,8 +223,9 @@ LOCK = re.compile(r"(?:process (\d{1,9}) on (.+))?")
 
 
 def state_of(run: Run, *, is_silent: bool) -> str:
-    """What has become of a run: running, finished, stopped, failed or unknown (docs/profiling.md explains them). A run
-    holds a lock, which names its process and its machine. It removes the lock when it ends."""
+    """What has become of a run: running, finished, stopped, failed or unknown (docs/profiling.md
+    explains them). A run holds a lock, which names its process and its machine. It removes the lock
+    when it ends."""
     lock = run.folder / ".lock"
     if not lock.is_file():
         return "finished" if run.is_finished else "stopped"
@@ -219,8 +246,8 @@ def state_of(run: Run, *, is_silent: bool) -> str:
 
 
 def parts_of(run: Run) -> list[Run]:
-    """The parts of a run that were made with different plans, in the order of steps, each as a run of its own. If the
-    run never moved, it is its only part."""
+    """The parts of a run that were made with different plans, in the order of steps, each as a run
+    of its own. If the run never moved, it is its only part."""
     if len(run.plans) < 2:
         return [run]
     parts = []
@@ -231,13 +258,18 @@ def parts_of(run: Run) -> list[Run]:
         start_s = min((recorded.span.start_s for recorded in spans), default=math.inf)
         end_s = max((recorded.span.end_s for recorded in spans), default=math.inf)
         monitor = [sample for sample in run.monitor if start_s <= sample["time_s"] <= end_s]
-        name = f"{run.name} (steps {planned.first_step} to {max(metrics, default=planned.first_step)})"
-        parts.append(replace(run, name=name, plans=[planned], spans=spans, metrics=metrics, monitor=monitor))
+        name = (
+            f"{run.name} (steps {planned.first_step} to {max(metrics, default=planned.first_step)})"
+        )
+        parts.append(
+            replace(run, name=name, plans=[planned], spans=spans, metrics=metrics, monitor=monitor)
+        )
     return parts
 
 
 def read_parts(folder: str | Path, name: str) -> dict[str, Run]:
-    """Read a run folder. Returns the parts that have metrics, by name; the run itself if none has."""
+    """Read a run folder. Returns the parts that have metrics, by name; the run itself if none
+    has."""
     run = read_run(folder)
     run.name = name
     return {part.name: part for part in parts_of(run) if part.metrics} or {name: run}
@@ -245,7 +277,9 @@ def read_parts(folder: str | Path, name: str) -> dict[str, Run]:
 
 def finite_values(metrics: MetricsByStep, name: str) -> dict[int, float]:
     """The value of this metric for each step that has a finite one."""
-    return {step: row[name] for step, row in metrics.items() if math.isfinite(row.get(name, math.nan))}
+    return {
+        step: row[name] for step, row in metrics.items() if math.isfinite(row.get(name, math.nan))
+    }
 
 
 def metric_names(metrics: MetricsByStep) -> list[str]:
@@ -261,15 +295,20 @@ def value_at(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-# One line of each file. Unknown fields are ignored. Fields for which `Span` has a default may be missing.
+# One line of each file. Unknown fields are ignored. Fields for which `Span` has a default may be
+# missing.
 
 _types = {
     "step": Annotated[int, Field(ge=0, le=MAX_STEP)],
     "operation": str,
     **get_type_hints(Span, include_extras=True),
 }
-_fields: dict[str, Any] = {name: (type_, Span._field_defaults.get(name, ...)) for name, type_ in _types.items()}
-_SpanLine = create_model("_SpanLine", __config__=ConfigDict(strict=True, allow_inf_nan=False), **_fields)
+_fields: dict[str, Any] = {
+    name: (type_, Span._field_defaults.get(name, ...)) for name, type_ in _types.items()
+}
+_SpanLine = create_model(
+    "_SpanLine", __config__=ConfigDict(strict=True, allow_inf_nan=False), **_fields
+)
 _Row = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))  # a loss may be NaN
 _Event, _Object = TypeAdapter(Event), TypeAdapter(dict[str, Any])
 read_sample = partial(TypeAdapter(Sample).validate_json, strict=True)
@@ -288,7 +327,9 @@ def read_row(line: bytes) -> tuple[int, dict[str, float]] | Event:
     if kind := event_kind(line):
         row = _Object.validate_json(line)
         known = {**row, "kind": kind, **_Object.validate_python(row.get(kind))}
-        return _Event.validate_python({name: known[name] for name in Event._fields if name in known})
+        return _Event.validate_python(
+            {name: known[name] for name in Event._fields if name in known}
+        )
     metrics = _Row.validate_json(line)
     step = metrics.pop("step", math.nan)
     if not step.is_integer() or not 0 <= step <= MAX_STEP:
@@ -304,19 +345,23 @@ def read_row(line: bytes) -> tuple[int, dict[str, float]] | Event:
 COLOR_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 STEP = re.compile(r"(?<![\w/-])step:(\d+) - ")
 NUMBER = r"[-+]?(?:nan|inf(?:inity)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
-# A plain number, or one as numpy and torch print it: np.float64(1.5), tensor(1.5, device='cuda:0'). Output of another
-# process may follow on the same line.
-FIELD = re.compile(rf"(?P<key>\S+?):\s*(?:[\w.]+\(\s*(?P<wrapped>{NUMBER})[^)]*\)|(?P<bare>{NUMBER}))(?:\s.*)?", re.I)
+# A plain number, or one as numpy and torch print it: np.float64(1.5), tensor(1.5, device='cuda:0').
+# Output of another process may follow on the same line.
+FIELD = re.compile(
+    rf"(?P<key>\S+?):\s*(?:[\w.]+\(\s*(?P<wrapped>{NUMBER})[^)]*\)|(?P<bare>{NUMBER}))(?:\s.*)?",
+    re.I,
+)
 REST = r"(?! *step:\d+ - )(?= *(?:- )?(?:\S* -|\S*[\d)] *(?:\n|$)))"
-"""What follows the place where a line was cut: the rest of a field and a separator, or the rest of the last field."""
+"""What follows the place where a line was cut: the rest of a field and a separator, or the rest of
+the last field."""
 ADDED_LATER = ("val-core/", "val-aux/", "val/", "timing_s/testing", "timing_s/save_checkpoint")
 """Metrics that a validation or a save adds to a step that already has its line."""
 
 
 def read_logs(paths: Sequence[str | Path]) -> dict[str, MetricsByStep]:
-    """The metrics of all runs of all logs, by distinct names. A run folder counts as a log; its metrics.jsonl is
-    preferred to its train.log, which has rounded numbers. A run that moved counts as several runs, one for each
-    placement. Raises ConfigError for a log without a run."""
+    """The metrics of all runs of all logs, by distinct names. A run folder counts as a log; its
+    metrics.jsonl is preferred to its train.log, which has rounded numbers. A run that moved counts
+    as several runs, one for each placement. Raises ConfigError for a log without a run."""
     logs: dict[str, MetricsByStep] = {}
     for path, name in zip(map(Path, paths), distinct_names(paths), strict=True):
         if (path / "metrics.jsonl").is_file():
@@ -324,26 +369,41 @@ def read_logs(paths: Sequence[str | Path]) -> dict[str, MetricsByStep]:
         else:
             file = path / "train.log" if path.is_dir() else path
             fix = "give a console log or a run folder"
-            with explained(f"{file}: cannot be read", fix), file.open(encoding="utf-8", errors="replace") as lines:
+            with (
+                explained(f"{file}: cannot be read", fix),
+                file.open(encoding="utf-8", errors="replace") as lines,
+            ):
                 runs = parse_log(lines)
-            found = {name if len(runs) == 1 else f"{name}, run {number}": run for number, run in enumerate(runs, 1)}
+            found = {
+                name if len(runs) == 1 else f"{name}, run {number}": run
+                for number, run in enumerate(runs, 1)
+            }
         if not any(found.values()):
-            raise ConfigError(f"{path}: has no line `step:N - key:value ...`; give a run folder, or its train.log")
+            raise ConfigError(
+                f"{path}: has no line `step:N - key:value ...`; give a run folder, or its train.log"
+            )
         logs |= found
     return logs
 
 
 def distinct_names(paths: Sequence[str | Path]) -> list[str]:
-    """A name for each path: its last part, or the full path if several have the same last part; paths that are the same
-    get numbers."""
+    """A name for each path: its last part, or the full path if several have the same last part;
+    paths that are the same get numbers."""
     last = [encodable(Path(path).absolute().name.removesuffix(".log")) for path in paths]
-    names = [name if last.count(name) == 1 else encodable(str(path)) for name, path in zip(last, paths, strict=True)]
-    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
+    names = [
+        name if last.count(name) == 1 else encodable(str(path))
+        for name, path in zip(last, paths, strict=True)
+    ]
+    return [
+        name if names.count(name) == 1 else f"{name} ({number})"
+        for number, name in enumerate(names, 1)
+    ]
 
 
 def parse_log(lines: Iterable[str]) -> list[MetricsByStep]:
-    """The runs in the lines of a console log. A new run begins when the step number does not increase, with two
-    exceptions: what a validation or a save adds to a step belongs to that step, and a repeated line counts once."""
+    """The runs in the lines of a console log. A new run begins when the step number does not
+    increase, with two exceptions: what a validation or a save adds to a step belongs to that step,
+    and a repeated line counts once."""
     runs: list[MetricsByStep] = []
     last = math.inf
     for step, row in (row for line in _unwrapped(lines) for row in _parse_line(line)):
@@ -352,15 +412,19 @@ def parse_log(lines: Iterable[str]) -> list[MetricsByStep]:
             runs[-1][step] = row
         elif step == last and is_addition and not runs[-1][step].keys() & row.keys():
             runs[-1][step].update(row)
-        elif step < last or str(runs[-1][step]) != str(row):  # compared as text because NaN is not equal to itself
+        elif step < last or str(runs[-1][step]) != str(
+            row
+        ):  # compared as text because NaN is not equal to itself
             runs.append({step: row})
         last = step
     return runs
 
 
 def _unwrapped(parts: Iterable[str]) -> list[str]:
-    """The lines. A line that a terminal has cut at its width, which is the longest length in the log, is one again."""
-    # A progress bar returns to the start of its line with a carriage return, which `splitlines` takes for a line end.
+    """The lines. A line that a terminal has cut at its width, which is the longest length in the
+    log, is one again."""
+    # A progress bar returns to the start of its line with a carriage return, which `splitlines`
+    # takes for a line end.
     lines = [line for part in parts for line in COLOR_CODE.sub("", part).splitlines()]
     width = max(map(len, lines), default=0)
     return re.sub(rf"(?<=\n.{{{width}}})\n{REST}", "", "\n".join(["", *lines])).splitlines()

@@ -1,6 +1,7 @@
 """The responses that validations and training steps recorded in a run folder, for its page.
 
-Owns how much of them is read and shown: a run folder may come from anywhere, and a page has to stay small.
+Owns how much of them is read and shown: a run folder may come from anywhere, and a page has to stay
+small.
 """
 
 import json
@@ -16,7 +17,8 @@ from rolepool.report.plots import REWARD
 from rolepool.report.run import Run
 
 MAX_STEPS = 12
-"""Validations, and training steps, that are shown: the first and the last one, and others evenly between them."""
+"""Validations, and training steps, that are shown: the first and the last one, and others evenly
+between them."""
 MAX_RESPONSES = 64
 """Responses of a validation or step that are shown."""
 MAX_TEXT = 2_000
@@ -33,14 +35,15 @@ FOLDERS: dict[str, tuple[str, Callable[[Mapping[str, float]], float | None]]] = 
     "validation": ("validation", validation_score),
     "training_responses": ("training", lambda metrics: metrics.get(REWARD)),
 }
-"""For each folder what its responses come from, and their mean score, from the metrics of the step."""
+"""For each folder what its responses come from, and their mean score, from the metrics of the
+step."""
 
 _Line = TypeAdapter(dict[str, Any])
 
 
 def samples_of(run: Run) -> dict[str, Any]:
-    """The responses of some validations, then those of some training steps, newest first; and the number of files that
-    are not shown. Lines that cannot be read are counted in `run.skipped`."""
+    """The responses of some validations, then those of some training steps, newest first; and the
+    number of files that are not shown. Lines that cannot be read are counted in `run.skipped`."""
     groups = []
     num_hidden = 0
     for folder, (kind, score_of) in FOLDERS.items():
@@ -53,14 +56,20 @@ def samples_of(run: Run) -> dict[str, Any]:
             if samples:
                 score = score_of(run.metrics.get(step, {}))
                 shown = _shown(samples, MAX_LETTERS // len(FOLDERS) // len(chosen))
-                groups.append({"kind": kind, "step": step, "score": score, "num": len(samples), "rows": shown})
+                groups.append(
+                    {"kind": kind, "step": step, "score": score, "num": len(samples), "rows": shown}
+                )
     return {"groups": groups, "num_hidden": num_hidden}
 
 
 def _numbered_files(folder: Path) -> dict[int, Path]:
     """The files `step_000012.jsonl` of a folder, by step."""
     files = {path.stem.removeprefix("step_"): path for path in folder.glob("step_*.jsonl")}
-    return {int(number): path for number, path in files.items() if number.isascii() and number.isdecimal()}
+    return {
+        int(number): path
+        for number, path in files.items()
+        if number.isascii() and number.isdecimal()
+    }
 
 
 def _spread(steps: Sequence[int], most: int) -> list[int]:
@@ -88,17 +97,26 @@ def _shown(samples: Sequence[Mapping[str, Any]], most_letters: int) -> list[list
         response = _short(sample.get("response"))
         truth = _short(sample.get("ground_truth"))
         source = _short(sample.get("data_source"))
-        others = {_short(name): value for name, value in sample.items() if name not in NAMES and _is_number(value)}
-        num_letters += len(question) + len(response) + len(truth) + len(source) + sum(map(len, others))
+        others = {
+            _short(name): value
+            for name, value in sample.items()
+            if name not in NAMES and _is_number(value)
+        }
+        num_letters += (
+            len(question) + len(response) + len(truth) + len(source) + sum(map(len, others))
+        )
         if num_letters > most_letters:
             break
         score = sample.get("score")
-        rows.append([question, response, truth, score if _is_number(score) else None, source, others])
+        rows.append(
+            [question, response, truth, score if _is_number(score) else None, source, others]
+        )
     return rows
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a page can show it as a number: neither NaN nor infinite, nor too large for a float."""
+    """Whether a page can show it as a number: neither NaN nor infinite, nor too large for a
+    float."""
     return isinstance(value, int | float) and abs(value) < MAX_NUMBER
 
 

@@ -1,9 +1,11 @@
-"""The runs below a folder in the browser: a list that follows them, the report of each run, and comparisons.
+"""The runs below a folder in the browser: a list that follows them, the report of each run, and
+comparisons.
 
-Owns the web server, who may use it, and what is read for the list. It only reads run folders, and opens only those that
-it lists. The cost of a request is limited: the list reads the end and some other rows of a long metrics.jsonl, reports
-and comparisons are made in processes with limits (`rolepool.report.page_process`), and what was read is kept until a
-file changes. The pages are `serve*.html`.
+Owns the web server, who may use it, and what is read for the list. It only reads run folders, and
+opens only those that it lists. The cost of a request is limited: the list reads the end and some
+other rows of a long metrics.jsonl, reports and comparisons are made in processes with limits
+(`rolepool.report.page_process`), and what was read is kept until a file changes. The pages are
+`serve*.html`.
 """
 
 import math
@@ -42,7 +44,14 @@ from rolepool.report.run import (
     value_at,
 )
 
-READ_FILES = {"config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "plan.json", "state.json"}
+READ_FILES = {
+    "config.yaml",
+    "metrics.jsonl",
+    "spans.jsonl",
+    "monitor.jsonl",
+    "plan.json",
+    "state.json",
+}
 SHOWN_METRICS = ("critic/score/mean", "training/num_steps", f"{TIMING}step", f"{TIMING}testing")
 VALIDATIONS = "val-core/"
 """What the names of the scores of a validation begin with."""
@@ -54,11 +63,16 @@ MAX_COMPARED = 8
 MAX_PROCESSES = 4
 """Reports and comparisons that are made at the same time."""
 SILENT_S = 60.0
-"""A run on another machine that has written nothing for this time, and for five steps, may have ended."""
+"""A run on another machine that has written nothing for this time, and for five steps, may have
+ended."""
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'"
 POLICY += "; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 TEMPLATES.globals.update(
     value_at=value_at,
     finite_values=finite_values,
@@ -72,8 +86,8 @@ TEMPLATES.globals.update(
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """The run folders below `root`, by their path from there. Links to folders are not followed. Earlier runs inside a
-    run folder are not listed."""
+    """The run folders below `root`, by their path from there. Links to folders are not followed.
+    Earlier runs inside a run folder are not listed."""
     runs = {}
     for folder, names, files in islice(os.walk(root), MAX_FOLDERS):
         if READ_FILES.isdisjoint(files):
@@ -87,8 +101,8 @@ def find_runs(root: Path) -> dict[str, Path]:
 
 @lru_cache(maxsize=MAX_FOLDERS)
 def sample_run(folder: Path, signature: tuple[tuple[str, int, int], ...]) -> Run:
-    """The run with the metrics and spans that the list shows. The result is kept until the signature of its files
-    changes."""
+    """The run with the metrics and spans that the list shows. The result is kept until the
+    signature of its files changes."""
     run = read_run(folder, 0, sampled_lines)
     for step, row in run.metrics.items():
         shown = {name: row[name] for name in SHOWN_METRICS if name in row}
@@ -114,7 +128,8 @@ def newest_score(run: Run) -> float | None:
 
 
 def unit_of(run: Run) -> str:
-    """What a rank of this run holds. The plan does not say it if `trainer.device` is auto, but the spans do."""
+    """What a rank of this run holds. The plan does not say it if `trainer.device` is auto, but the
+    spans do."""
     if run.plan is not None and run.plan.device == "auto":
         devices = {span.device for _, _, span in run.spans if span.pool in run.plan.pools}
         return "CPU slot" if devices == {"cpu"} else "GPU"
@@ -129,10 +144,13 @@ def work_times(spans: Sequence[Recorded]) -> tuple[float, float] | None:
 
 
 def describe(name: str, folder: Path) -> dict[str, Any]:
-    """What the pages show of a run. If the run folder cannot be read, that is only its name and the error."""
+    """What the pages show of a run. If the run folder cannot be read, that is only its name and the
+    error."""
     try:
         files = [file for file in os.scandir(folder) if file.name in READ_FILES and file.is_file()]
-        signature = tuple(sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+        signature = tuple(
+            sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+        )
         run = sample_run(folder, signature)
         written_s = [time_ns / 1e9 for _, time_ns, _ in signature]
         silent_s = max(0.0, time.time() - max(written_s))
@@ -172,7 +190,9 @@ def start_in_words(time_s: float) -> str:
 def list_page(server: "Server", query: dict[str, list[str]]) -> str:
     rows = [describe(name, folder) for name, folder in find_runs(server.root).items()]
     rows.sort(key=lambda row: (-row["started_s"], row["name"]))
-    return TEMPLATES.get_template("serve.html").render(root=server.root, rows=rows, nonce=secrets.token_urlsafe())
+    return TEMPLATES.get_template("serve.html").render(
+        root=server.root, rows=rows, nonce=secrets.token_urlsafe()
+    )
 
 
 def report_page(server: "Server", query: dict[str, list[str]]) -> str:
@@ -208,19 +228,25 @@ class Server(ThreadingHTTPServer):
         """How long a report or a comparison may take."""
         self._places = threading.BoundedSemaphore(MAX_PROCESSES)
         self._making: dict[tuple[str, ...], threading.Lock] = defaultdict(threading.Lock)
-        """Held while the page of a kind about these folders is made: one folder that takes long has only one place."""
-        self.hosts = re.compile(rf"(localhost|{re.escape(host)}|{re.escape(os.uname().nodename)}|[\d.]+)(:\d+)?", re.I)
-        """Addresses, and names of this machine. Any other name in a Host header could be that of a site that sends its
-        visitors' browsers here (DNS rebinding)."""
+        """Held while the page of a kind about these folders is made: one folder that takes long has
+        only one place."""
+        self.hosts = re.compile(
+            rf"(localhost|{re.escape(host)}|{re.escape(os.uname().nodename)}|[\d.]+)(:\d+)?", re.I
+        )
+        """Addresses, and names of this machine. Any other name in a Host header could be that of a
+        site that sends its visitors' browsers here (DNS rebinding)."""
         super().__init__((host, port), Handler)
         self.cookie = f"rolepool_{self.server_port}={self.token}"
         self.url = f"http://{host}:{self.server_port}/?token={self.token}"
 
     def chosen(self, query: dict[str, list[str]]) -> dict[str, Path]:
-        """The runs that a query names. Raises ConfigError if there are too many, or if one is not in the list."""
+        """The runs that a query names. Raises ConfigError if there are too many, or if one is not
+        in the list."""
         runs, names = find_runs(self.root), query.get("run", [])
         if not names or len(names) > MAX_COMPARED or not runs.keys() >= set(names):
-            raise ConfigError(f"{', '.join(names)}: choose 1 to {MAX_COMPARED} runs that are in {self.root}")
+            raise ConfigError(
+                f"{', '.join(names)}: choose 1 to {MAX_COMPARED} runs that are in {self.root}"
+            )
         return {name: runs[name] for name in names}
 
     def make(self, kind: str, folders: Sequence[Path]) -> str:
@@ -247,13 +273,28 @@ class Handler(BaseHTTPRequestHandler):
         path, _, text = self.path.partition("?")
         query, server = parse_qs(text), self.server
         cookies = [cookie.strip().encode() for cookie in self.headers.get("Cookie", "").split(";")]
-        knows_cookie = any(secrets.compare_digest(cookie, server.cookie.encode()) for cookie in cookies)
-        knows_token = secrets.compare_digest(query.get("token", [""])[0].encode(), server.token.encode())
+        knows_cookie = any(
+            secrets.compare_digest(cookie, server.cookie.encode()) for cookie in cookies
+        )
+        knows_token = secrets.compare_digest(
+            query.get("token", [""])[0].encode(), server.token.encode()
+        )
         is_for_us = server.hosts.fullmatch(self.headers.get("Host", ""))
         if not is_for_us or not (knows_token or knows_cookie):
-            self._send(403, "403: open the URL that `rolepool serve` printed\n", {"Content-Type": "text/plain"})
+            self._send(
+                403,
+                "403: open the URL that `rolepool serve` printed\n",
+                {"Content-Type": "text/plain"},
+            )
         elif knows_token:
-            self._send(303, "", {"Location": "/", "Set-Cookie": f"{server.cookie}; Path=/; HttpOnly; SameSite=Strict"})
+            self._send(
+                303,
+                "",
+                {
+                    "Location": "/",
+                    "Set-Cookie": f"{server.cookie}; Path=/; HttpOnly; SameSite=Strict",
+                },
+            )
         elif path not in PAGES:
             self._send(404, "404: there is no such page\n", {"Content-Type": "text/plain"})
         else:
@@ -266,8 +307,15 @@ class Handler(BaseHTTPRequestHandler):
             if not isinstance(error, RolepoolError):
                 self.server.handle_error(self.request, self.client_address)  # prints the traceback
             problems = error.problems if isinstance(error, RolepoolError) else [one_line(error)]
-            status, page = 400, TEMPLATES.get_template("serve_error.html").render(problems=problems, query=query)
-        self._send(status, page, {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY})
+            status, page = (
+                400,
+                TEMPLATES.get_template("serve_error.html").render(problems=problems, query=query),
+            )
+        self._send(
+            status,
+            page,
+            {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY},
+        )
 
     def _send(self, status: int, text: str, headers: dict[str, str]) -> None:
         body = text.encode(errors="replace")

@@ -1,7 +1,8 @@
 """A run in the terminal, while it trains in another terminal or after it has ended.
 
 Reads only the end of long files, and some of the earlier metrics. While the run trains, the view
-shows what runs now, from `state.json`. Otherwise it shows the last step that was recorded, from its spans.
+shows what runs now, from `state.json`. Otherwise it shows the last step that was recorded, from its
+spans.
 """
 
 import contextlib
@@ -37,12 +38,16 @@ LANE_WIDTH = 78
 
 
 def watch(folder: str | Path, *, once: bool) -> None:
-    """Show a run until it ends or Ctrl-C. Prints one frame if `once` is set or the output is not a terminal."""
+    """Show a run until it ends or Ctrl-C. Prints one frame if `once` is set or the output is not a
+    terminal."""
     watched, console = WatchedRun(folder), Terminal()
     if once or not console.is_terminal:
         console.print(watched.frame())
         return
-    with contextlib.suppress(KeyboardInterrupt), Live(watched.frame(), console=console, auto_refresh=False) as live:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(watched.frame(), console=console, auto_refresh=False) as live,
+    ):
         while not watched.run.is_finished:
             time.sleep(1.0)
             watched = WatchedRun(folder)
@@ -56,7 +61,9 @@ class WatchedRun:
         self.run = read_run(folder, LAST_BYTES, sampled_lines)
         self.current = parts_of(self.run)[-1]
         state = self.run.read_whole("state.json", TypeAdapter(State).validate_json)
-        is_current = state is not None and time.time() - state.time_s < SILENT_S and not self.run.is_finished
+        is_current = (
+            state is not None and time.time() - state.time_s < SILENT_S and not self.run.is_finished
+        )
         self.state = state if is_current else None
 
     def _recent(self, name: str) -> list[float]:
@@ -67,33 +74,52 @@ class WatchedRun:
         """What to show now."""
         last = self._recent("timing_s/step")[-10:]
         of_steps = f" of {self.run.num_steps}" if self.run.num_steps is not None else ""
-        words = [f"{self.run.name}: {self.state.what if self.state else f'step {self.run.step}'}{of_steps}"]
+        words = [
+            f"{self.run.name}: {self.state.what if self.state else f'step {self.run.step}'}{of_steps}"
+        ]
         if last:
             words.append(f"{duration(last[-1])} per step")
         if last and self.run.num_steps is not None and not self.run.is_finished:
-            words.append(f"about {timedelta(seconds=round((self.run.num_steps - self.run.step) * fmean(last)))} left")
+            words.append(
+                f"about {timedelta(seconds=round((self.run.num_steps - self.run.step) * fmean(last)))} left"
+            )
         words += [f"{name}: {count}" for name, count in self.run.event_counts.items()]
         words.append(state_of(self.run, is_silent=self.state is None))
         curve = "no reward yet"
         if rewards := [*finite_values(self.run.metrics, "critic/score/mean").values()]:
             curve = f"reward {sparkline(rewards, width=50)} {rewards[0]:.3f} -> {rewards[-1]:.3f}"
         is_followed = self.state and fmean(last or [SHORT_S]) >= SHORT_S
-        lanes = self._live_lanes(self.state, last) if self.state and is_followed else self._recorded_lanes()
+        lanes = (
+            self._live_lanes(self.state, last)
+            if self.state and is_followed
+            else self._recorded_lanes()
+        )
         return Group(Text(", ".join(words), style="bold"), *lanes, Text(curve))
 
     def _live_lanes(self, state: State, last: Sequence[float]) -> Iterator[Text]:
-        """What each pool has done since the step began, on an axis as long as the last steps took."""
+        """What each pool has done since the step began, on an axis as long as the last steps
+        took."""
         since_s, now_s = state.since_s, time.time()
         axis_s = max(now_s - since_s, *last, 0)
-        yield Text(f"{state.what}, running for {duration(now_s - since_s)}; a line is {duration(axis_s)}")
+        yield Text(
+            f"{state.what}, running for {duration(now_s - since_s)}; a line is {duration(axis_s)}"
+        )
         for pool, calls in state.pools.items():
-            running = [f"{name} for {duration(now_s - start_s)}" for name, start_s, end_s in calls if end_s is None]
+            running = [
+                f"{name} for {duration(now_s - start_s)}"
+                for name, start_s, end_s in calls
+                if end_s is None
+            ]
             yield self._title(f"{pool}: {''.join(running) or 'waiting'}", pool)
-            bars = [(name, start_s - since_s, (end_s or now_s) - since_s) for name, start_s, end_s in calls]
+            bars = [
+                (name, start_s - since_s, (end_s or now_s) - since_s)
+                for name, start_s, end_s in calls
+            ]
             yield lane(bars, axis_s)
 
     def _recorded_lanes(self) -> Iterator[Text]:
-        """The last step whose spans are recorded, if nothing runs, or if steps are too short to follow."""
+        """The last step whose spans are recorded, if nothing runs, or if steps are too short to
+        follow."""
         if bounds := step_bounds(self.current.spans):
             step, (start_s, end_s) = max(bounds.items())
             yield Text(f"step {step}, the last one recorded; a line is {duration(end_s - start_s)}")
@@ -102,11 +128,14 @@ class WatchedRun:
                 yield lane(bars, end_s - start_s)
 
     def _title(self, words: str, pool: str) -> Text:
-        """The words, how busy the pool was in the last steps, and its utilization and memory in the last one."""
+        """The words, how busy the pool was in the last steps, and its utilization and memory in the
+        last one."""
         busy = self._recent(f"pool/{pool}/busy_fraction")[-LAST_STEPS:]
         more = [f"busy {fmean(busy):.0%}"] if busy else []
         more += [f"use {percent:.0f}%" for percent in self._recent(f"pool/{pool}/utilization")[-1:]]
-        more += [show_bytes(gib * 2**30) for gib in self._recent(f"pool/{pool}/peak_memory_gb")[-1:]]
+        more += [
+            show_bytes(gib * 2**30) for gib in self._recent(f"pool/{pool}/peak_memory_gb")[-1:]
+        ]
         return Text(", ".join([words, *more]))
 
 
@@ -123,6 +152,10 @@ def lane(bars: Sequence[Bar], axis_s: float) -> Text:
     text = Text(" ")
     for operation, group in groupby(cells):
         width = len(list(group))
-        letters = operation[: max(width - 1, 1)].ljust(width - 1, "." if operation == "." else "=").ljust(width)
+        letters = (
+            operation[: max(width - 1, 1)]
+            .ljust(width - 1, "." if operation == "." else "=")
+            .ljust(width)
+        )
         text.append(letters, f"black on {colors[operation]}" if operation in colors else "dim")
     return text

@@ -1,11 +1,19 @@
-"""The roles that compute a number for every response token: actor, critic, and the reference for KL terms."""
+"""The roles that compute a number for every response token: actor, critic, and the reference for KL
+terms."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.losses import Loss, LossCounts, agg_loss, compute_value_loss, masked_kl_penalty, masked_sum
+from rolepool.algorithm.losses import (
+    Loss,
+    LossCounts,
+    agg_loss,
+    compute_value_loss,
+    masked_kl_penalty,
+    masked_sum,
+)
 from rolepool.config import Config
 from rolepool.config.model_keys import ActorConfig, CriticConfig, RefConfig
 from rolepool.errors import RolepoolError
@@ -25,7 +33,8 @@ UPDATE_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob")
 
 
 class Actor(TrainedRole):
-    """The policy in training: computes log-probs of rollouts, is updated, and exports its weights."""
+    """The policy in training: computes log-probs of rollouts, is updated, and exports its
+    weights."""
 
     role = Role.Actor
     keys: ActorConfig
@@ -38,10 +47,15 @@ class Actor(TrainedRole):
         if self.keys.loss_scale_factor is not None:
             self.loss_scale_factor = self.keys.loss_scale_factor
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*MASKED_TOKENS, "rollout_log_probs", "weights_version"))
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=(*MASKED_TOKENS, "rollout_log_probs", "weights_version"),
+    )
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probs of the response tokens under the current weights, and the sum of the entropies of those tokens that
-        were sampled. If the rows have a `weights_version`, log-probs are compared with the engine's."""
+        """Log-probs of the response tokens under the current weights, and the sum of the entropies
+        of those tokens that were sampled. If the rows have a `weights_version`, log-probs are
+        compared with the engine's."""
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
             log_probs, entropies = self.log_probs(rows)
@@ -54,10 +68,14 @@ class Actor(TrainedRole):
         return computed
 
     def _raise_if_apart(self, rollouts: DataProto, computed: DataProto) -> None:
-        """Raise an error if the engine did not generate with the current weights, or computes other log-probs."""
+        """Raise an error if the engine did not generate with the current weights, or computes other
+        log-probs."""
         keys = self.config.actor_rollout_ref.rollout
         limit = keys.parity_limit or parity.LIMITS["cpu" if self.device == "cpu" else "cuda"]
-        theirs, ours = flat_values(rollouts.batch["rollout_log_probs"]), flat_values(computed.batch["old_log_probs"])
+        theirs, ours = (
+            flat_values(rollouts.batch["rollout_log_probs"]),
+            flat_values(computed.batch["old_log_probs"]),
+        )
         if RESPONSE_MASK in rollouts.batch:
             is_sampled = flat_values(rollouts.batch[RESPONSE_MASK])
             theirs, ours = theirs[is_sampled], ours[is_sampled]
@@ -75,17 +93,29 @@ class Actor(TrainedRole):
                 "numbers, or did not take the last weights; fix the engine, or raise the limit"
             )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*MASKED_TOKENS, *UPDATE_COLUMNS))
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_METRIC,
+        blocking=False,
+        reads=(*MASKED_TOKENS, *UPDATE_COLUMNS),
+    )
     def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         """One epoch of updates."""
         metrics = self.update(data, ends_step)
-        return {**metrics, "actor/kl_coef": self.keys.kl_loss_coef} if self.keys.use_kl_loss else metrics
+        return (
+            {**metrics, "actor/kl_coef": self.keys.kl_loss_coef}
+            if self.keys.use_kl_loss
+            else metrics
+        )
 
     def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
         keys, mask, mode = self.keys, columns["response_mask"], self.keys.loss_agg_mode
         new_log_probs, entropies = self.log_probs(rows)
         log_probs = rows.pad(new_log_probs)
-        inputs = {"old_log_prob": columns["old_log_probs"], "log_prob": log_probs, "advantages": columns["advantages"]}
+        inputs = {
+            "old_log_prob": columns["old_log_probs"],
+            "log_prob": log_probs,
+            "advantages": columns["advantages"],
+        }
         ratios = keys.model_dump(include={"clip_ratio_low", "clip_ratio_high", "clip_ratio_c"})
         settings = {"loss_agg_mode": mode, "config": keys, "counts": counts, **ratios}
         loss, metrics = self.policy_loss(**inputs, response_mask=mask, **settings)
@@ -110,8 +140,9 @@ class Actor(TrainedRole):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def export_weights(self, *names: str) -> DataProto:
-        """Some weights, gathered from all ranks, in the dtype that rollouts use (16 bits on GPUs). Rank 0 returns a
-        batch of one row. The other ranks only take part in gathering: they copy nothing and return an empty batch."""
+        """Some weights, gathered from all ranks, in the dtype that rollouts use (16 bits on GPUs).
+        Rank 0 returns a batch of one row. The other ranks only take part in gathering: they copy
+        nothing and return an empty batch."""
         dtype = None if self.device == "cpu" else torch.bfloat16
         rows: dict[str, Tensor] = {}
         with self.trained.on_device() as model:
@@ -136,20 +167,36 @@ class Critic(TrainedRole):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
     def compute_values(self, data: DataProto) -> DataProto:
         """The value of the state before each response token."""
-        return self.in_micro_batches("compute_values", data, lambda rows: {"values": rows.ragged(self._values(rows))})
+        return self.in_micro_batches(
+            "compute_values", data, lambda rows: {"values": rows.ragged(self._values(rows))}
+        )
 
     def _values(self, rows: TokenRows) -> Tensor:
         return response_values(self.trained.model, rows, packed=self.packed)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*MASKED_TOKENS, "values", "returns"))
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_METRIC,
+        blocking=False,
+        reads=(*MASKED_TOKENS, "values", "returns"),
+    )
     def update_critic(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         """One epoch of updates."""
         return self.update(data, ends_step)
 
     def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
-        mask, clip, mode = columns["response_mask"], self.keys.cliprange_value, self.keys.loss_agg_mode
-        predicted, returns, values = rows.pad(self._values(rows)), columns["returns"], columns["values"]
-        loss, clip_fraction = compute_value_loss(predicted, returns, values, mask, clip, mode, counts=counts)
+        mask, clip, mode = (
+            columns["response_mask"],
+            self.keys.cliprange_value,
+            self.keys.loss_agg_mode,
+        )
+        predicted, returns, values = (
+            rows.pad(self._values(rows)),
+            columns["returns"],
+            columns["values"],
+        )
+        loss, clip_fraction = compute_value_loss(
+            predicted, returns, values, mask, clip, mode, counts=counts
+        )
         mean = masked_sum(predicted.detach(), mask) / max(counts.num_tokens, 1)
         return loss, {"vf_loss": loss.detach(), "vf_clipfrac": clip_fraction, "vpred_mean": mean}
 
@@ -163,7 +210,9 @@ class Reference(ModelRole):
     def __init__(self, config: Config, setup: Setup) -> None:
         super().__init__(config, setup)
         model = load_policy(config, self.frozen_dtype, packed=self.packed)
-        self.placed = FrozenModel(model, device=self.device, offload=self.keys.fsdp_config.param_offload)
+        self.placed = FrozenModel(
+            model, device=self.device, offload=self.keys.fsdp_config.param_offload
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

@@ -1,7 +1,7 @@
 """Rewards: from a model, or from a Python function that scores texts.
 
-The reward model is a Hugging Face sequence classifier that scores prompt and response as one text. A second reward
-model is a subclass with another `role` (docs/extending.md).
+The reward model is a Hugging Face sequence classifier that scores prompt and response as one text.
+A second reward model is a subclass with another `role` (docs/extending.md).
 """
 
 import math
@@ -23,7 +23,14 @@ from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
 from rolepool.placement.roles import longest_row
 from rolepool.protocol import DataProto, Dispatch, Worker, register
-from rolepool.protocol.columns import ENVIRONMENT_SCORE, INPUT_IDS, TOKENS, ragged, ragged_parts, rows_of_responses
+from rolepool.protocol.columns import (
+    ENVIRONMENT_SCORE,
+    INPUT_IDS,
+    TOKENS,
+    ragged,
+    ragged_parts,
+    rows_of_responses,
+)
 from rolepool.roles.model_role import ModelRole, Setup
 
 
@@ -34,32 +41,49 @@ class RewardModel(ModelRole):
     def __init__(self, config: Config, setup: Setup) -> None:
         super().__init__(config, setup)
         model: Any = load_reward_model(config, self.spec.model, self.frozen_dtype)
-        self.texts = reward_texts(config, self.spec.model, model.config.get_text_config().vocab_size)
+        self.texts = reward_texts(
+            config, self.spec.model, model.config.get_text_config().vocab_size
+        )
         # Another vocabulary may not have the policy's pad token. The score does not depend on it.
-        self.pad_token_id = model.config.pad_token_id = setup.pad_token_id if self.texts is None else 0
+        self.pad_token_id = model.config.pad_token_id = (
+            setup.pad_token_id if self.texts is None else 0
+        )
         self.of_all_tokens: Tensor | None = None
-        """The scores at all tokens of the last micro-batch; None if the model's head gets only one of them."""
+        """The scores at all tokens of the last micro-batch; None if the model's head gets only one
+        of them."""
         if hasattr(model, "score"):  # the head of all decoders
             model.score.register_forward_hook(self._keep_logits)
         self.placed = FrozenModel(model, device=self.device, offload=False)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*RewardTexts.READS, ENVIRONMENT_SCORE))
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=(*RewardTexts.READS, ENVIRONMENT_SCORE),
+    )
     def compute_scores(self, data: DataProto) -> DataProto:
-        """The score of each whole response: that of the environment, if it gave one, or else the model's."""
+        """The score of each whole response: that of the environment, if it gave one, or else the
+        model's."""
         tokens = data.select(list(TOKENS), [], [])
         limit = self.keys.max_length
         if self.texts is not None:
             texts, limit = self.texts.tokenize(data), longest_row(self.config, self.role)
-            tokens.batch[INPUT_IDS] = ragged(torch.tensor([*chain(*texts)]), torch.tensor([*map(len, texts)]))
+            tokens.batch[INPUT_IDS] = ragged(
+                torch.tensor([*chain(*texts)]), torch.tensor([*map(len, texts)])
+            )
         if limit is not None:
             tokens.batch[INPUT_IDS] = last_tokens(tokens.batch[INPUT_IDS], limit)
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
             inputs, _ = rows.padded_inputs(self.pad_token_id)  # on the right
             pooled: Tensor = self.placed.model(**inputs, use_cache=False).logits
-            # The model itself would score before the last token if the policy has written a pad token there.
+            # The model itself would score before the last token if the policy has written a pad
+            # token there.
             last = inputs["attention_mask"].sum(dim=1) - 1
-            logits = pooled if self.of_all_tokens is None else self.of_all_tokens[torch.arange(len(last)), last]
+            logits = (
+                pooled
+                if self.of_all_tokens is None
+                else self.of_all_tokens[torch.arange(len(last)), last]
+            )
             return {"scores": logits[:, 0].float()}
 
         scored = self.in_micro_batches("compute_scores", tokens, score)
@@ -93,25 +117,44 @@ class RuleReward(Worker):
         self.reward = load_reward_function(config, setup.reward).in_processes(start)
         self.keys = config.reward_model.reward_kwargs
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*TOKENS, *rewards.SCORED_COLUMNS, ENVIRONMENT_SCORE))
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=(*TOKENS, *rewards.SCORED_COLUMNS, ENVIRONMENT_SCORE),
+    )
     def compute_scores(self, data: DataProto) -> DataProto:
-        """The score of each response, and the other numbers and the answer that the function returns. Rows that the
-        environment has scored keep its score."""
-        given = data.batch[ENVIRONMENT_SCORE].tolist() if ENVIRONMENT_SCORE in data.batch else [math.nan] * len(data)
+        """The score of each response, and the other numbers and the answer that the function
+        returns. Rows that the environment has scored keep its score."""
+        given = (
+            data.batch[ENVIRONMENT_SCORE].tolist()
+            if ENVIRONMENT_SCORE in data.batch
+            else [math.nan] * len(data)
+        )
         left = [row for row, score in enumerate(given) if math.isnan(score)]
         others = iter(self._score(data[left]) if left else ())
-        scored = [next(others) if math.isnan(score) else rewards.Scored(score, {}) for score in given]
+        scored = [
+            next(others) if math.isnan(score) else rewards.Scored(score, {}) for score in given
+        ]
         scores = torch.tensor([row.score for row in scored], dtype=torch.float32)
-        # Not a column for each name, because all ranks must return the same columns, and rows may have other names.
-        columns = {rewards.NUMBERS: [row.numbers for row in scored], rewards.PRED: [row.pred for row in scored]}
+        # Not a column for each name, because all ranks must return the same columns, and rows may
+        # have other names.
+        columns = {
+            rewards.NUMBERS: [row.numbers for row in scored],
+            rewards.PRED: [row.pred for row in scored],
+        }
         return DataProto.from_dict({"scores": scores}, non_tensors=columns)
 
     def _score(self, data: DataProto) -> list[rewards.Scored]:
         """What the function returns for each response, with the penalty for overlong responses."""
         responses = rows_of_responses(data.batch)
-        texts = [str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in responses]
+        texts = [
+            str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in responses
+        ]
         scored = rewards.score_batch(self.reward, data.non_tensor_batch, texts)
         if self.keys.overlong_buffer_cfg.enable:
             num_tokens = map(len, responses)
-            scored = [rewards.with_overlong_penalty(*row, self.keys) for row in zip(scored, num_tokens, strict=True)]
+            scored = [
+                rewards.with_overlong_penalty(*row, self.keys)
+                for row in zip(scored, num_tokens, strict=True)
+            ]
         return scored

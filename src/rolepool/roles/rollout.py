@@ -1,8 +1,8 @@
 """The rollout: responses to prompts, from the actor's weights.
 
-Owns turning completions into rows, and taking new weights: from the actor in the same process, or from its export. The
-engine that generates is the one that `actor_rollout_ref.rollout.name` names: one of rolepool's own, or a class of the
-user's.
+Owns turning completions into rows, and taking new weights: from the actor in the same process, or
+from its export. The engine that generates is the one that `actor_rollout_ref.rollout.name` names:
+one of rolepool's own, or a class of the user's.
 """
 
 from functools import partial
@@ -20,10 +20,17 @@ from rolepool.protocol.worker import part
 from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import ModelRole, Setup
 from rolepool.rollout.engine import ABILITIES, Engine, Request, Sampling, sample_seed
-from rolepool.rollout.environments import ROW_COLUMNS, columns_of, conversations_of, rows_of, token_columns
+from rolepool.rollout.environments import (
+    ROW_COLUMNS,
+    columns_of,
+    conversations_of,
+    rows_of,
+    token_columns,
+)
 
 Purpose = Literal["train", "validate", "baseline"]
-"""What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of ReMax."""
+"""What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of
+ReMax."""
 PROMPT_COLUMNS = ("raw_prompt_ids", "uid", "sample_index")
 
 
@@ -40,31 +47,47 @@ class Rollout(ModelRole):
         load = partial(load_policy, config, self.frozen_dtype, packed=False)
         name, key = self.keys.engine, "actor_rollout_ref.rollout.name"
         make = import_object(key, ENGINES.get(name, name))
-        self.engine: Engine = make(config=config, context=self.context, load_model=load, shared_model=shared_model)
+        self.engine: Engine = make(
+            config=config, context=self.context, load_model=load, shared_model=shared_model
+        )
         for ability, loss in ABILITIES.items():
             if ability not in getattr(self.engine, "abilities", ()) and self.rank == 0:
                 logger.warning("%s=%s has no %s: %s", key, name, ability, loss)
         self.conversations = conversations_of(config)
         """What runs the environment; None if a response has one turn."""
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*PROMPT_COLUMNS, *ROW_COLUMNS.values()))
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=(*PROMPT_COLUMNS, *ROW_COLUMNS.values()),
+    )
     def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
-        """A response to each prompt, or a conversation. It depends on weights, prompt and seed, not on the rank."""
+        """A response to each prompt, or a conversation. It depends on weights, prompt and seed, not
+        on the rank."""
         keys = self.keys.val_kwargs if purpose == "validate" else self.keys
         do_sample, ignore_eos = keys.do_sample and purpose != "baseline", self.keys.ignore_eos
         max_new_tokens, stops = self.config.data.max_response_length, self.stop_token_ids
-        sampling = Sampling(keys.temperature, keys.top_p, keys.top_k, do_sample, max_new_tokens, ignore_eos, stops)
+        sampling = Sampling(
+            keys.temperature, keys.top_p, keys.top_k, do_sample, max_new_tokens, ignore_eos, stops
+        )
         columns = prompts.non_tensor_batch
         named = zip(columns["uid"], columns["sample_index"], strict=True)
         seeds = [sample_seed(self.context.run_seed, uid, int(index)) for uid, index in named]
-        requests = [Request(list(ids), seed) for ids, seed in zip(columns["raw_prompt_ids"], seeds, strict=True)]
+        requests = [
+            Request(list(ids), seed)
+            for ids, seed in zip(columns["raw_prompt_ids"], seeds, strict=True)
+        ]
         self.engine.wake()
         if self.conversations is None:
             done = self.engine.generate(requests, sampling)
             numbers = [(one.token_ids, one.log_probs, one.weights_version) for one in done]
-            made = token_columns([request.token_ids for request in requests], *zip(*numbers, strict=True))
+            made = token_columns(
+                [request.token_ids for request in requests], *zip(*numbers, strict=True)
+            )
         else:
-            made = columns_of(self.conversations.run(self.engine, sampling, rows_of(prompts), seeds))
+            made = columns_of(
+                self.conversations.run(self.engine, sampling, rows_of(prompts), seeds)
+            )
         if self.keys.free_cache_engine:
             self.engine.sleep()
         if not self.keys.checks_parity:
@@ -85,7 +108,9 @@ class Rollout(ModelRole):
         return own
 
     def less_memory_at_rest(self) -> list[str]:
-        return [] if self.keys.free_cache_engine else [f"{self.spec.section}.free_cache_engine=true"]
+        return (
+            [] if self.keys.free_cache_engine else [f"{self.spec.section}.free_cache_engine=true"]
+        )
 
     # Weights
 
@@ -96,10 +121,12 @@ class Rollout(ModelRole):
         assert isinstance(actor, Actor)
         with actor.trained.on_device() as model, part("gather"):
             weights = {} if self.engine.shared_weights else model.state_dict()
-            self.engine.update_weights(((name, whole(weight)) for name, weight in weights.items()), version)
+            self.engine.update_weights(
+                ((name, whole(weight)) for name, weight in weights.items()), version
+            )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights(self, weights: DataProto, version: int | None) -> None:
-        """Take some of the weights, as the actor's `export_weights` returns them. The last call gives the version; then
-        the engine drops what it computed with the old weights."""
+        """Take some of the weights, as the actor's `export_weights` returns them. The last call
+        gives the version; then the engine drops what it computed with the old weights."""
         self.engine.update_weights(((name, row[0]) for name, row in weights.batch.items()), version)

@@ -1,7 +1,8 @@
-"""The forward pass of a Hugging Face decoder on packed tokens and a slot cache: no padding, one row per token.
+"""The forward pass of a Hugging Face decoder on packed tokens and a slot cache: no padding, one row
+per token.
 
-Owns how the layers of Llama-, Mistral-, Qwen2- and Qwen3-like models are computed, with the model's own weights,
-activation and rotary tables. Does not know about requests, sampling or scheduling.
+Owns how the layers of Llama-, Mistral-, Qwen2- and Qwen3-like models are computed, with the model's
+own weights, activation and rotary tables. Does not know about requests, sampling or scheduling.
 """
 
 from collections.abc import Callable
@@ -24,15 +25,16 @@ UNLIMITED = 2**30
 _MAX_FLASH_HEAD_DIM = 256
 
 Store = Callable[[int, Tensor], tuple[Tensor, ...]]
-"""From a layer's index and concatenated queries, keys and values (tokens, all heads, head_dim) to the three, after
-rotary embedding; keys and values are stored in the cache."""
+"""From a layer's index and concatenated queries, keys and values (tokens, all heads, head_dim) to
+the three, after rotary embedding; keys and values are stored in the cache."""
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""From a layer's index and the queries, keys and values (tokens, heads, head_dim), which are also in the cache, to
-outputs (tokens, heads * head_dim)."""
+"""From a layer's index and the queries, keys and values (tokens, heads, head_dim), which are also
+in the cache, to outputs (tokens, heads * head_dim)."""
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of one prompt, prefilled together: `num_tokens` tokens from position `start`."""
+    """Consecutive tokens of one prompt, prefilled together: `num_tokens` tokens from position
+    `start`."""
 
     slot: int
     start: int
@@ -40,15 +42,20 @@ class Piece(NamedTuple):
 
 
 class Projection:
-    """Linear maps of the same input; their outputs are concatenated. They are one matrix product if `join_weights` has
-    joined their weights, which needs no copy and follows updates. On a CPU, where the number of operations matters,
-    other weights are copied into one matrix."""
+    """Linear maps of the same input; their outputs are concatenated. They are one matrix product if
+    `join_weights` has joined their weights, which needs no copy and follows updates. On a CPU,
+    where the number of operations matters, other weights are copied into one matrix."""
 
     def __init__(self, *linears: nn.Linear) -> None:
-        self._parts: list[tuple[Tensor, Tensor | None]] = [(linear.weight, linear.bias) for linear in linears]
+        self._parts: list[tuple[Tensor, Tensor | None]] = [
+            (linear.weight, linear.bias) for linear in linears
+        ]
         weights, has_bias = [linear.weight for linear in linears], linears[0].bias is not None
         join = partial(_joined, or_copy=not weights[0].is_cuda)
-        weight, bias = join(weights), join([linear.bias for linear in linears]) if has_bias else None
+        weight, bias = (
+            join(weights),
+            join([linear.bias for linear in linears]) if has_bias else None,
+        )
         if weight is not None and has_bias == (bias is not None):
             self._parts = [(weight, bias)]
 
@@ -72,20 +79,25 @@ class Layer:
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.input_norm, self.mlp_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+        self.input_norm, self.mlp_norm = (
+            Norm(layer.input_layernorm),
+            Norm(layer.post_attention_layernorm),
+        )
         self.qkv = Projection(attention.q_proj, attention.k_proj, attention.v_proj)
         has_head_norms = hasattr(attention, "q_norm")
-        self.head_norms = (Norm(attention.q_norm), Norm(attention.k_norm)) if has_head_norms else None
+        self.head_norms = (
+            (Norm(attention.q_norm), Norm(attention.k_norm)) if has_head_norms else None
+        )
         self.gate_up = Projection(mlp.gate_proj, mlp.up_proj)
         self.out, self.down = Projection(attention.o_proj), Projection(mlp.down_proj)
 
 
 class Decoder:
-    """Forward passes with the current weights of `model`, a Hugging Face causal language model. Valid until the weights
-    change; on a GPU it stays valid if they change in place.
+    """Forward passes with the current weights of `model`, a Hugging Face causal language model.
+    Valid until the weights change; on a GPU it stays valid if they change in place.
 
-    If the model is tensor-parallel, all ranks of `parallel` run the same passes. A GPU uses the kernels of
-    `rollout.kernels`.
+    If the model is tensor-parallel, all ranks of `parallel` run the same passes. A GPU uses the
+    kernels of `rollout.kernels`.
     """
 
     def __init__(self, model: Any, parallel: TensorParallel, num_positions: int) -> None:
@@ -94,18 +106,32 @@ class Decoder:
         self._embedding: Tensor = trunk.embed_tokens.weight
         self.device, self._by_kernels = self._embedding.device, self._embedding.is_cuda
         self._head_dim, self._scale = attention.head_dim, attention.scaling
-        # Counted in the weights, because a tensor-parallel rank holds only some of the model's heads.
+        # Counted in the weights, because a tensor-parallel rank holds only some of the model's
+        # heads.
         self._num_heads, self._num_kv_heads, _ = self._heads = [
-            len(linear.weight) // self._head_dim for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+            len(linear.weight) // self._head_dim
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
         ]
         self._group_size = self._num_heads // self._num_kv_heads
-        self._windows = [_window_of_layer(model.config, index) for index in range(len(trunk.layers))]
+        self._windows = [
+            _window_of_layer(model.config, index) for index in range(len(trunk.layers))
+        ]
         self.layers = [Layer(layer) for layer in trunk.layers]
-        self._norm, self.head, self._activation = Norm(trunk.norm), Projection(model.lm_head), mlp.act_fn
-        cos, sin = trunk.rotary_emb(self._embedding, torch.arange(num_positions, device=self.device)[None])
+        self._norm, self.head, self._activation = (
+            Norm(trunk.norm),
+            Projection(model.lm_head),
+            mlp.act_fn,
+        )
+        cos, sin = trunk.rotary_emb(
+            self._embedding, torch.arange(num_positions, device=self.device)[None]
+        )
         half = self._head_dim // 2
-        # Tables of (positions, head_dim). Half of the sines are negated, so that rotating is a roll of the axis.
-        self._cos, self._signed_sin = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+        # Tables of (positions, head_dim). Half of the sines are negated, so that rotating is a roll
+        # of the axis.
+        self._cos, self._signed_sin = (
+            cos[0],
+            torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1),
+        )
         self._place: Any = None
         self._has_silu_kernel = self._by_kernels and model.config.hidden_act == "silu"
         if self._by_kernels:
@@ -119,33 +145,53 @@ class Decoder:
         self._place = place if self._place is None else self._place.copy_(place)
 
     def prefill(self, cache: SlotCache, tokens_t: Tensor, pieces: list[Piece]) -> Tensor:
-        """Run the packed tokens of `pieces`; the final state (pieces, hidden) of each piece's last token."""
+        """Run the packed tokens of `pieces`; the final state (pieces, hidden) of each piece's last
+        token."""
         slots, starts, counts = torch.tensor(pieces).T
         ends = counts.cumsum(0)
         positions = torch.arange(len(tokens_t)) + (starts - ends + counts).repeat_interleave(counts)
         places = (positions, slots.repeat_interleave(counts), ends - 1)
         positions_t, slots_t, last = (on_device(place, tokens_t.device) for place in places)
         head_dim, itemsize = cache.shape.head_dim, cache.shape.dtype.itemsize
-        can_flash = self._by_kernels and itemsize == 2 and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_HEAD_DIM
+        can_flash = (
+            self._by_kernels
+            and itemsize == 2
+            and head_dim % 8 == 0
+            and head_dim <= _MAX_FLASH_HEAD_DIM
+        )
         is_flash = can_flash and not starts.any()
-        attention = self._flash_attention(counts) if is_flash else self._prefill_attention(cache, pieces)
+        attention = (
+            self._flash_attention(counts) if is_flash else self._prefill_attention(cache, pieces)
+        )
         return self._run(cache, tokens_t, positions_t, slots_t, attention)[last]
 
-    def decode(self, cache: SlotCache, tokens_b: Tensor, positions_b: Tensor, slots_b: Tensor, length: int) -> Tensor:
-        """Run one token of each row; the final states (rows, hidden). With kernels a row may use any slot, and none at
-        position -1. Otherwise row i uses slot i, and all positions are less than `length`."""
+    def decode(
+        self, cache: SlotCache, tokens_b: Tensor, positions_b: Tensor, slots_b: Tensor, length: int
+    ) -> Tensor:
+        """Run one token of each row; the final states (rows, hidden). With kernels a row may use
+        any slot, and none at position -1. Otherwise row i uses slot i, and all positions are less
+        than `length`."""
 
         def attend(index: int, queries_bhd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
             where = (positions_b, slots_b, self._place, index)
             window, num_kv_heads = self._windows[index], self._num_kv_heads
-            attended_te: Tensor = self._kernels.attend(queries_bhd, num_kv_heads, where, window, self._scale)
+            attended_te: Tensor = self._kernels.attend(
+                queries_bhd, num_kv_heads, where, window, self._scale
+            )
             return attended_te
 
-        attention = attend if self._by_kernels else self._decode_attention(cache, positions_b, length)
+        attention = (
+            attend if self._by_kernels else self._decode_attention(cache, positions_b, length)
+        )
         return self._run(cache, tokens_b, positions_b, slots_b, attention)
 
     def _run(
-        self, cache: SlotCache, tokens_t: Tensor, positions_t: Tensor, slots_t: Tensor, attention: Attention
+        self,
+        cache: SlotCache,
+        tokens_t: Tensor,
+        positions_t: Tensor,
+        slots_t: Tensor,
+        attention: Attention,
     ) -> Tensor:
         store = self._storing(cache, positions_t, slots_t)
         x_te = F.embedding(tokens_t, self._embedding)
@@ -158,9 +204,13 @@ class Decoder:
                 queries_thd, keys_thd, values_thd = qkv_thd.split(self._heads, dim=1)
                 qkv_thd = torch.cat((q_norm(queries_thd), k_norm(keys_thd), values_thd), dim=1)
             attended_te = attention(index, *store(index, qkv_thd))
-            x_te, normed_te = self._add_norm(x_te, self._parallel.sum(layer.out(attended_te)), layer.mlp_norm)
+            x_te, normed_te = self._add_norm(
+                x_te, self._parallel.sum(layer.out(attended_te)), layer.mlp_norm
+            )
             inner_te = self._gate(layer.gate_up(normed_te))
-            x_te, normed_te = self._add_norm(x_te, self._parallel.sum(layer.down(inner_te)), next_norm)
+            x_te, normed_te = self._add_norm(
+                x_te, self._parallel.sum(layer.down(inner_te)), next_norm
+            )
         return normed_te
 
     def _add_norm(self, x_te: Tensor, delta_te: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -183,7 +233,9 @@ class Decoder:
 
         def store_by_kernel(index: int, qkv_thd: Tensor) -> tuple[Tensor, ...]:
             where = (positions_t, slots_t, self._place, index)
-            self._kernels.rotate_and_store(qkv_thd, self._num_heads, self._cos, self._signed_sin, where)
+            self._kernels.rotate_and_store(
+                qkv_thd, self._num_heads, self._cos, self._signed_sin, where
+            )
             return tuple(qkv_thd.split(self._heads, dim=1))
 
         if self._by_kernels:
@@ -192,8 +244,13 @@ class Decoder:
         places = cache.places(slots_t, positions_t)
 
         def store(index: int, qkv_thd: Tensor) -> tuple[Tensor, ...]:
-            qk_thd, values_thd = qkv_thd[:, : -self._num_kv_heads], qkv_thd[:, -self._num_kv_heads :]
-            qk_thd = torch.addcmul(qk_thd * cos_t1d, qk_thd.roll(self._head_dim // 2, dims=-1), sin_t1d)
+            qk_thd, values_thd = (
+                qkv_thd[:, : -self._num_kv_heads],
+                qkv_thd[:, -self._num_kv_heads :],
+            )
+            qk_thd = torch.addcmul(
+                qk_thd * cos_t1d, qk_thd.roll(self._head_dim // 2, dims=-1), sin_t1d
+            )
             queries_thd, keys_thd = qk_thd[:, : self._num_heads], qk_thd[:, self._num_heads :]
             cache.write(index, places, keys_thd, values_thd)
             return queries_thd, keys_thd, values_thd
@@ -210,16 +267,26 @@ class Decoder:
             if self._windows[index] < longest:
                 window = {"window_size_left": self._windows[index] - 1, "window_size_right": 0}
             lengths = (ends_n, ends_n, longest, longest)
-            # The operator itself, because its public function accepts grouped queries only in some versions of torch.
+            # The operator itself, because its public function accepts grouped queries only in some
+            # versions of torch.
             outputs_thd: Tensor = torch.ops.aten._flash_attention_forward(
-                queries_thd, keys_thd, values_thd, *lengths, 0.0, True, False, scale=self._scale, **window
+                queries_thd,
+                keys_thd,
+                values_thd,
+                *lengths,
+                0.0,
+                True,
+                False,
+                scale=self._scale,
+                **window,
             )[0]
             return outputs_thd.flatten(1)
 
         return attend
 
     def _decode_attention(self, cache: SlotCache, positions_b: Tensor, length: int) -> Attention:
-        """Queries of a group use the axis of positions, so that keys are read once and not repeated."""
+        """Queries of a group use the axis of positions, so that keys are read once and not
+        repeated."""
         num_rows, slots = len(positions_b), slice(0, len(positions_b))
         masks = {}
         for window in set(self._windows):
@@ -230,14 +297,20 @@ class Decoder:
             queries_bhgd = queries_bhd.unflatten(1, (-1, self._group_size))
             keys_bhld, values_bhld = cache.read(index, slots, length)
             mask = masks[self._windows[index]]
-            outputs_bhgd = F.scaled_dot_product_attention(queries_bhgd, keys_bhld, values_bhld, mask, scale=self._scale)
+            outputs_bhgd = F.scaled_dot_product_attention(
+                queries_bhgd, keys_bhld, values_bhld, mask, scale=self._scale
+            )
             return outputs_bhgd.reshape(num_rows, -1)
 
         return attend
 
     def _prefill_attention(self, cache: SlotCache, pieces: list[Piece]) -> Attention:
-        """Adjacent pieces with the same start and length are computed in one call, without padding."""
-        keys = [(piece.slot - index, piece.start, piece.num_tokens) for index, piece in enumerate(pieces)]
+        """Adjacent pieces with the same start and length are computed in one call, without
+        padding."""
+        keys = [
+            (piece.slot - index, piece.start, piece.num_tokens)
+            for index, piece in enumerate(pieces)
+        ]
         alike = groupby(zip(keys, pieces, strict=True), lambda pair: pair[0])
         groups = [[piece for _, piece in group] for _, group in alike]
         sizes = [len(group) * group[0].num_tokens for group in groups]
@@ -247,7 +320,9 @@ class Decoder:
                 end = first.start + first.num_tokens
                 positions_t = torch.arange(first.start, end, device=self.device)
                 needs_mask = first.start > 0 or window < end
-                masks[first, window] = _mask(positions_t, end, window, self._cos.dtype) if needs_mask else None
+                masks[first, window] = (
+                    _mask(positions_t, end, window, self._cos.dtype) if needs_mask else None
+                )
 
         def attend(index: int, queries_thd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
             outputs = []
@@ -257,7 +332,11 @@ class Decoder:
                 queries_nhtd = queries.unflatten(0, (len(group), -1)).transpose(1, 2)
                 states = (queries_nhtd, *cache.read(index, slots, first.start + first.num_tokens))
                 outputs_nhtd = F.scaled_dot_product_attention(
-                    *states, mask, is_causal=mask is None, scale=self._scale, enable_gqa=self._group_size > 1
+                    *states,
+                    mask,
+                    is_causal=mask is None,
+                    scale=self._scale,
+                    enable_gqa=self._group_size > 1,
                 )
                 outputs.append(outputs_nhtd.transpose(1, 2).flatten(2).flatten(0, 1))
             return torch.cat(outputs)
@@ -268,34 +347,42 @@ class Decoder:
 def refuse_unknown(model: Any) -> None:
     """Raise an error unless `Decoder` can run this kind of model, with plain linear layers."""
     if (reason := why_not_run("native", model.config.to_dict())) is not None:
-        raise ConfigError(f"actor_rollout_ref.model.path={model.config.name_or_path}: {reason}; choose such a model")
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={model.config.name_or_path}: {reason}; choose such a model"
+        )
     for name, module in model.named_modules():
         is_projection = name.endswith("_proj") or name == "lm_head"
-        # The `weight` of a projection with an adapter, or of a quantized one, does not tell what it computes.
+        # The `weight` of a projection with an adapter, or of a quantized one, does not tell what it
+        # computes.
         if is_projection and type(module).forward is not nn.Linear.forward:
             problem = f"the native rollout engine needs plain linear layers; {name} is a {type(module).__name__}"
             raise RolepoolError(f"{problem}. Merge adapters into the weights first")
 
 
 def cache_shape(model: Any) -> CacheShape:
-    """The shape of the cache for the model as it is now. A tensor-parallel rank holds only some of the heads."""
+    """The shape of the cache for the model as it is now. A tensor-parallel rank holds only some of
+    the heads."""
     attention, embedding = model.model.layers[0].self_attn, model.model.embed_tokens.weight
     num_kv_heads = len(attention.k_proj.weight) // attention.head_dim
-    return CacheShape(len(model.model.layers), num_kv_heads, attention.head_dim, embedding.dtype, embedding.device)
+    return CacheShape(
+        len(model.model.layers), num_kv_heads, attention.head_dim, embedding.dtype, embedding.device
+    )
 
 
 def _window_of_layer(config: Any, index: int) -> int:
-    """Number of tokens that a token attends to, including itself. Mistral has a window in all layers or in none, Qwen
-    in some layers, Llama never."""
+    """Number of tokens that a token attends to, including itself. Mistral has a window in all
+    layers or in none, Qwen in some layers, Llama never."""
     is_qwen = config.model_type in ("qwen2", "qwen3")
-    if config.model_type == "llama" or (is_qwen and config.layer_types[index] != "sliding_attention"):
+    if config.model_type == "llama" or (
+        is_qwen and config.layer_types[index] != "sliding_attention"
+    ):
         return UNLIMITED
     return config.sliding_window or UNLIMITED
 
 
 def _mask(positions_t: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
-    """The mask (positions, length) to add to scores: -inf for tokens that the token at a position does not attend to,
-    of the first `length` tokens."""
+    """The mask (positions, length) to add to scores: -inf for tokens that the token at a position
+    does not attend to, of the first `length` tokens."""
     seen_l, own_t1 = torch.arange(length, device=positions_t.device), positions_t[:, None]
     hidden_tl = seen_l > own_t1
     if window < length:
@@ -305,23 +392,34 @@ def _mask(positions_t: Tensor, length: int, window: int, dtype: torch.dtype) -> 
 
 @torch.no_grad()
 def join_weights(model: Any) -> None:
-    """Store weights that are applied to the same input in one tensor, so that they are used as one matrix. They stay
-    separate parameters, which are still updated in place."""
+    """Store weights that are applied to the same input in one tensor, so that they are used as one
+    matrix. They stay separate parameters, which are still updated in place."""
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+        for linears in (
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            (mlp.gate_proj, mlp.up_proj),
+        ):
             for name in ("weight", "bias"):
                 parts = [getattr(linear, name) for linear in linears]
                 if parts[0] is not None and _joined(parts) is None:
                     joint = torch.cat([part.data for part in parts])
-                    for part, view in zip(parts, joint.split([len(part) for part in parts]), strict=True):
+                    for part, view in zip(
+                        parts, joint.split([len(part) for part in parts]), strict=True
+                    ):
                         part.data = view
 
 
 def _joined(parts: list[Tensor], *, or_copy: bool = False) -> Tensor | None:
     """One tensor over parts that follow each other in one storage; otherwise a copy, or None."""
-    follow = all(following.data_ptr() == part.data_ptr() + part.nbytes for part, following in pairwise(parts))
+    follow = all(
+        following.data_ptr() == part.data_ptr() + part.nbytes for part, following in pairwise(parts)
+    )
     in_one_storage = len({part.untyped_storage().data_ptr() for part in parts}) == 1
     if follow and in_one_storage and all(part.is_contiguous() for part in parts):
-        return parts[0].detach().as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
+        return (
+            parts[0]
+            .detach()
+            .as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
+        )
     return torch.cat(parts) if or_copy else None

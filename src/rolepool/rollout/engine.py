@@ -1,8 +1,9 @@
-"""The interface of rollout engines: token ids in, token ids and their log-probs out, weights replaced in place.
+"""The interface of rollout engines: token ids in, token ids and their log-probs out, weights
+replaced in place.
 
-Owns the types that engines and their callers share, and what engines with a model of their own share: taking new
-weights as a stream, versions, sleeping, completions, and how a token is chosen from logits. Does not know how an engine
-computes logits, nor how to tokenize.
+Owns the types that engines and their callers share, and what engines with a model of their own
+share: taking new weights as a stream, versions, sleeping, completions, and how a token is chosen
+from logits. Does not know how an engine computes logits, nor how to tokenize.
 """
 
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
@@ -23,7 +24,8 @@ from rolepool.seeds import derive_seed
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens, for all requests of a call. `top_k` -1 keeps all tokens; temperature 0 is greedy."""
+    """How to choose tokens, for all requests of a call. `top_k` -1 keeps all tokens; temperature 0
+    is greedy."""
 
     temperature: float
     top_p: float
@@ -32,7 +34,8 @@ class Sampling:
     max_new_tokens: int
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a response and are part of it; `ignore_eos` treats them like any other token."""
+    """Tokens that end a response and are part of it; `ignore_eos` treats them like any other
+    token."""
 
     @property
     def is_greedy(self) -> bool:
@@ -45,28 +48,32 @@ class Request:
 
     token_ids: Sequence[int]
     seed: int
-    """Seed of this sample: the same weights, prompt and seed give the same response in any batch."""
+    """Seed of this sample: the same weights, prompt and seed give the same response in any
+    batch."""
     max_new_tokens: int | None = None
     """Limit of this request; None uses that of the `Sampling`."""
     conversation: int | None = None
-    """Requests with the same number are turns of one conversation. An engine may keep what it computed for one turn and
-    use it for the next, as far as both begin with the same tokens."""
+    """Requests with the same number are turns of one conversation. An engine may keep what it
+    computed for one turn and use it for the next, as far as both begin with the same tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """A response. Its numbers are arrays, because creating lists of all tokens of a batch is slow."""
+    """A response. Its numbers are arrays, because creating lists of all tokens of a batch is
+    slow."""
 
     token_ids: npt.NDArray[np.int64]
     """Includes the stop token."""
     log_probs: npt.NDArray[np.float32]
-    """One per token, under the distribution it was sampled from: after temperature, top-k and top-p. With greedy
-    decoding they are those of the softmax of the logits."""
+    """One per token, under the distribution it was sampled from: after temperature, top-k and
+    top-p. With greedy decoding they are those of the softmax of the logits."""
     finish_reason: Literal["stop", "length"]
     weights_version: int
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Completion) and all(map(np.array_equal, vars(self).values(), vars(other).values()))
+        return isinstance(other, Completion) and all(
+            map(np.array_equal, vars(self).values(), vars(other).values())
+        )
 
 
 ABILITIES = {
@@ -102,16 +109,19 @@ class Engine(Protocol):
 
     @contextmanager
     def session(self, sampling: Sampling, num_requests: int, max_tokens: int) -> Iterator[Session]:
-        """A session of at most `num_requests` requests at a time, each of at most `max_tokens` tokens with its prompt.
-        This one generates all requests that wait as one batch; an engine can do better."""
+        """A session of at most `num_requests` requests at a time, each of at most `max_tokens`
+        tokens with its prompt. This one generates all requests that wait as one batch; an engine
+        can do better."""
         yield _BatchSession(self, sampling)
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None
+    ) -> None:
         """Copy new weights in place: whole tensors under their Hugging Face names, as a stream.
 
-        They may come in several calls; the last call gives the version. A missing, repeated or unknown name or a wrong
-        shape is an error that names the tensor. Everything computed with the old weights is dropped. An engine with
-        shared weights uses only `version`.
+        They may come in several calls; the last call gives the version. A missing, repeated or
+        unknown name or a wrong shape is an error that names the tensor. Everything computed with
+        the old weights is dropped. An engine with shared weights uses only `version`.
         """
 
     def sleep(self) -> None:
@@ -163,10 +173,14 @@ class StreamedEngine(Engine):
             problem = "the last weight update failed halfway or has not ended"
             raise RolepoolError(f"{problem}: update the weights before generating")
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None
+    ) -> None:
         if not self.shared_weights:
             stream = self._arriving or WeightStream(self.model, self.shard)
-            self._arriving = WeightStream(self.model, self.shard)  # if copying fails, the next update starts again
+            self._arriving = WeightStream(
+                self.model, self.shard
+            )  # if copying fails, the next update starts again
             stream.take(named_tensors)
             if version is not None:
                 stream.end()
@@ -185,7 +199,8 @@ class StreamedEngine(Engine):
         self._asleep = False
 
     def completion(self, tokens: Any, log_probs: Any, stops: Container[int]) -> Completion:
-        """The completion of these numbers, which end with one of `stops` or at the limit of the request."""
+        """The completion of these numbers, which end with one of `stops` or at the limit of the
+        request."""
         if not np.isfinite(log_probs).all():
             problem = f"the model's logits are not finite (weights version {self.version})"
             raise RolepoolError(f"{problem}: its weights contain NaN or have diverged")
@@ -194,20 +209,26 @@ class StreamedEngine(Engine):
 
 
 def sample_seed(run_seed: int, prompt_id: int | str, sample_index: int, *more: int | str) -> int:
-    """Seed of a sample: depends on run, prompt, sample (and on `more`, such as the step), not on where it runs."""
+    """Seed of a sample: depends on run, prompt, sample (and on `more`, such as the step), not on
+    where it runs."""
     # As Python's int and str, because numpy's numbers hash differently.
     parts = (run_seed, prompt_id, sample_index, *more)
-    return derive_seed("sample", *(int(part) if isinstance(part, Integral) else str(part) for part in parts))
+    return derive_seed(
+        "sample", *(int(part) if isinstance(part, Integral) else str(part) for part in parts)
+    )
 
 
-# From logits to tokens: temperature, top-k, top-p, and random numbers that are a hash of (sample, step)
+# From logits to tokens: temperature, top-k, top-p, and random numbers that are a hash of (sample,
+# step)
 #
-# A sample depends only on its own row. A CPU inverts the cumulative distribution at one uniform number. A GPU draws a
-# random number for every token and takes the first in an exponential race, which reads the logits once. So CPU and GPU
-# sample different tokens from one seed. Tensors in, tensors out, no host synchronization.
+# A sample depends only on its own row. A CPU inverts the cumulative distribution at one uniform
+# number. A GPU draws a random number for every token and takes the first in an exponential race,
+# which reads the logits once. So CPU and GPU sample different tokens from one seed. Tensors in,
+# tensors out, no host synchronization.
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-"""2**64 divided by the golden ratio, as a signed number: its multiples spread over all 64-bit numbers."""
+"""2**64 divided by the golden ratio, as a signed number: its multiples spread over all 64-bit
+numbers."""
 _MULTIPLIER_1, _MULTIPLIER_2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 _UNIFORM_BITS = 48
 
@@ -215,8 +236,9 @@ _UNIFORM_BITS = 48
 def filter_logits(logits_bv: Tensor, sampling: Sampling) -> Tensor:
     """Logits of the distribution to sample from; tokens that top-k and top-p exclude are -inf.
 
-    Top-k also keeps tokens that are as likely as the k-th. Top-p keeps the smallest set of most likely tokens whose
-    probability exceeds top_p, tokens as likely as the last of them, and at least one.
+    Top-k also keeps tokens that are as likely as the k-th. Top-p keeps the smallest set of most
+    likely tokens whose probability exceeds top_p, tokens as likely as the last of them, and at
+    least one.
     """
     scores_bv = logits_bv.float()
     if sampling.temperature != 1:
@@ -246,7 +268,9 @@ def uniforms(streams_b: Tensor, steps_b: Tensor) -> Tensor:
     return (_shift_right(bits_b, 64 - _UNIFORM_BITS).double() + 0.5) * 2.0**-_UNIFORM_BITS
 
 
-def choose(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def choose(
+    logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
     """Tokens and their log-probs."""
     if logits_bv.is_cuda:
         from rolepool.rollout import kernels  # needs Triton
@@ -254,21 +278,27 @@ def choose(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Samp
         temperature, floors_b = (1.0 if sampling.is_greedy else sampling.temperature), None
         if not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1):
             floors_b = kernels.find_floors(logits_bv, temperature, sampling.top_k, sampling.top_p)
-        return kernels.race(logits_bv, streams_b, steps_b, temperature, sampling.is_greedy, floors_b)
+        return kernels.race(
+            logits_bv, streams_b, steps_b, temperature, sampling.is_greedy, floors_b
+        )
     if sampling.is_greedy:
         scores_bv = logits_bv.float()
         best, token_b = scores_bv.max(dim=-1)
         return token_b, best - scores_bv.logsumexp(dim=-1)
     probs_bv = filter_logits(logits_bv, sampling).softmax(dim=-1)
-    # In float64 and scaled by its last entry, so that rounding cannot select a token of probability 0.
+    # In float64 and scaled by its last entry, so that rounding cannot select a token of probability
+    # 0.
     cumulative_bv = probs_bv.cumsum(dim=-1, dtype=torch.float64)
     target_b1 = uniforms(streams_b, steps_b)[:, None] * cumulative_bv[:, -1:]
-    token_b1 = torch.searchsorted(cumulative_bv, target_b1, right=True).clamp_(max=probs_bv.shape[-1] - 1)
+    token_b1 = torch.searchsorted(cumulative_bv, target_b1, right=True).clamp_(
+        max=probs_bv.shape[-1] - 1
+    )
     return token_b1[:, 0], probs_bv.gather(1, token_b1)[:, 0].log_()
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finalizer of SplitMix64: a bijection in which every input bit affects every output bit."""
+    """The finalizer of SplitMix64: a bijection in which every input bit affects every output
+    bit."""
     x = (x ^ _shift_right(x, 30)) * _MULTIPLIER_1
     x = (x ^ _shift_right(x, 27)) * _MULTIPLIER_2
     return x ^ _shift_right(x, 31)

@@ -1,8 +1,10 @@
-"""Conversations of several turns: what an environment is, and running many of them at the same time over one engine.
+"""Conversations of several turns: what an environment is, and running many of them at the same time
+over one engine.
 
-Owns the tokens of a conversation: what the model sampled is never tokenized again, and templates only add tokens after
-it. All conversations of a batch run on one event loop. Between two steps of the engine, those that wait for neither the
-engine nor a tool go on, and their requests join the batch. Does not know how an engine generates, nor what a tool does.
+Owns the tokens of a conversation: what the model sampled is never tokenized again, and templates
+only add tokens after it. All conversations of a batch run on one event loop. Between two steps of
+the engine, those that wait for neither the engine nor a tool go on, and their requests join the
+batch. Does not know how an engine generates, nor what a tool does.
 """
 
 import asyncio
@@ -26,21 +28,30 @@ from rolepool.data.prompts import load_tokenizer, render_chat, tokenize
 from rolepool.data.tools import Outcome
 from rolepool.errors import DataError, RolepoolError, logger, one_line
 from rolepool.protocol import DataProto, ragged
-from rolepool.protocol.columns import ENVIRONMENT_SCORE, INPUT_IDS, NUM_PROMPT_TOKENS, RESPONSE_MASK, TURN_SCORES
+from rolepool.protocol.columns import (
+    ENVIRONMENT_SCORE,
+    INPUT_IDS,
+    NUM_PROMPT_TOKENS,
+    RESPONSE_MASK,
+    TURN_SCORES,
+)
 from rolepool.rollout.engine import Completion, Engine, Request, Sampling, Session
 from rolepool.seeds import derive_seed
 
 Row = Mapping[str, Any]
 """What a rollout function gets: `ROW_COLUMNS` and `ground_truth`."""
 ROW_COLUMNS = {"prompt": "raw_prompt", "prompt_ids": "raw_prompt_ids"}
-ROW_COLUMNS |= {name: name for name in ("data_source", "reward_model", "extra_info", "uid", "origin")}
+ROW_COLUMNS |= {
+    name: name for name in ("data_source", "reward_model", "extra_info", "uid", "origin")
+}
 Calls = Iterable[tuple[str, dict[str, Any]]]
 """The names and arguments of tool calls."""
 
 
 @dataclass
 class Trajectory:
-    """A conversation in tokens: a prompt, and after it what the model sampled and what the environment added."""
+    """A conversation in tokens: a prompt, and after it what the model sampled and what the
+    environment added."""
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -50,14 +61,16 @@ class Trajectory:
     turn_ends: list[int] = field(default_factory=list)
     """The number of tokens at the end of each turn of the model."""
     reward: float | Sequence[float] | None = None
-    """The score: one number, or one for each turn of the model. With None the reward function is asked."""
+    """The score: one number, or one for each turn of the model. With None the reward function is
+    asked."""
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     weights_version: int = -1
     """Version of the weights that the last turn was sampled with."""
 
     def add(self, token_ids: Sequence[int], log_probs: Sequence[float] | None = None) -> None:
-        """Add tokens that the model reads, such as the answer of a tool; with log-probs, a turn of the model."""
+        """Add tokens that the model reads, such as the answer of a tool; with log-probs, a turn of
+        the model."""
         self.token_ids.extend(token_ids)
         self.log_probs.extend([math.nan] * len(token_ids) if log_probs is None else log_probs)
         if log_probs is not None:
@@ -85,13 +98,16 @@ class Trajectory:
         if isinstance(self.reward, int | float):
             return [0.0] * (self.num_turns - 1) + [float(self.reward)]
         if len(self.reward) != self.num_turns:
-            raise ValueError(f"the reward has {len(self.reward)} numbers for {self.num_turns} turns")
+            raise ValueError(
+                f"the reward has {len(self.reward)} numbers for {self.num_turns} turns"
+            )
         return list(map(float, self.reward))
 
 
 @dataclass(frozen=True)
 class Generate:
-    """What a rollout function uses to talk to the engine and to tools. There is one for each conversation."""
+    """What a rollout function uses to talk to the engine and to tools. There is one for each
+    conversation."""
 
     queue: "_Queue"
     tokenizer: PreTrainedTokenizerBase
@@ -105,7 +121,8 @@ class Generate:
     """The tokens that end a turn of the model."""
 
     def has_room(self, trajectory: Trajectory) -> bool:
-        """Whether the model can sample another token: data.max_response_length limits all that follows the prompt."""
+        """Whether the model can sample another token: data.max_response_length limits all that
+        follows the prompt."""
         return len(trajectory.token_ids) < self.max_response_length
 
     def is_over(self, trajectory: Trajectory) -> bool:
@@ -114,26 +131,38 @@ class Generate:
         is_last = num_turns == keys.max_assistant_turns or num_turns - 1 == keys.max_user_turns
         return is_last or not self.has_room(trajectory)
 
-    async def __call__(self, trajectory: Trajectory, max_new_tokens: int | None = None) -> Completion:
-        """Sample the next turn and add it to the trajectory. If it has no room, the turn has no tokens."""
+    async def __call__(
+        self, trajectory: Trajectory, max_new_tokens: int | None = None
+    ) -> Completion:
+        """Sample the next turn and add it to the trajectory. If it has no room, the turn has no
+        tokens."""
         if not self.has_room(trajectory):
             return Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "length", -1)
         turn, room = trajectory.num_turns, self.max_response_length - len(trajectory.token_ids)
         seed = derive_seed("turn", self.seed, turn) if turn else self.seed
-        context, limit = [*trajectory.prompt_ids, *trajectory.token_ids], min(room, max_new_tokens or room)
+        context, limit = (
+            [*trajectory.prompt_ids, *trajectory.token_ids],
+            min(room, max_new_tokens or room),
+        )
         completion = await self.queue.generate(Request(context, seed, limit, self.conversation))
         trajectory.add(completion.token_ids.tolist(), completion.log_probs.tolist())
         trajectory.weights_version = completion.weights_version
         return completion
 
-    async def run(self, trajectory: Trajectory, function: Callable[..., Any], *arguments: Any) -> Outcome:
-        """Call a function of a module in a process of its own, within the limits of the section `environment`. An error
-        is returned, not raised, and counted."""
+    async def run(
+        self, trajectory: Trajectory, function: Callable[..., Any], *arguments: Any
+    ) -> Outcome:
+        """Call a function of a module in a process of its own, within the limits of the section
+        `environment`. An error is returned, not raised, and counted."""
         return trajectory.count(await self.queue.run(function, *arguments))
 
     def text_of(self, completion: Completion) -> str:
         """The text of a turn, without the token that ended it."""
-        ids = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+        ids = (
+            completion.token_ids[:-1]
+            if completion.finish_reason == "stop"
+            else completion.token_ids
+        )
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
 
@@ -141,26 +170,37 @@ class Generate:
 
 
 def parse_hermes(text: str) -> Calls:
-    """The calls that a text contains as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    """The calls that a text contains as `<tool_call>{"name": ..., "arguments":
+    {...}}</tool_call>`."""
     written = map(json.loads, re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL))
     return [(call["name"], dict(call.get("arguments", {}))) for call in written]
 
 
 class ToolLoop:
-    """The rollout of a class of the user: the model calls its methods until it answers without a call."""
+    """The rollout of a class of the user: the model calls its methods until it answers without a
+    call."""
 
     def __init__(self, environment: type, config: Config) -> None:
         self._class, self._tools = environment, tools.tools_of(environment)
-        key, name = "actor_rollout_ref.rollout.multi_turn.format", config.actor_rollout_ref.rollout.multi_turn.format
-        self._parse: Callable[[str], Calls] = parse_hermes if name == "hermes" else import_object(key, name)
+        key, name = (
+            "actor_rollout_ref.rollout.multi_turn.format",
+            config.actor_rollout_ref.rollout.multi_turn.format,
+        )
+        self._parse: Callable[[str], Calls] = (
+            parse_hermes if name == "hermes" else import_object(key, name)
+        )
         score = getattr(environment, tools.GET_REWARD, None)
-        self._reward_arguments = None if score is None else list(inspect.signature(score).parameters)[1:]
+        self._reward_arguments = (
+            None if score is None else list(inspect.signature(score).parameters)[1:]
+        )
         """The argument of `get_reward`, if it has one. It gets the text of the last turn."""
 
     async def __call__(self, row: Row, generate: Generate) -> Trajectory:
         trajectory, keys = Trajectory(list(row["prompt_ids"])), generate.turns
         instance = _Instance(self._class, generate.queue)
-        columns = {name: row[name] for name in ("prompt", "data_source", "ground_truth", "extra_info")}
+        columns = {
+            name: row[name] for name in ("prompt", "data_source", "ground_truth", "extra_info")
+        }
         outcome = await instance.call(tools.RESET, {**row["extra_info"], **columns})
         if isinstance(outcome.value, str):
             trajectory.prompt_ids = _prompt_with(row, outcome.value, generate)
@@ -170,16 +210,25 @@ class ToolLoop:
             if not is_ready or generate.is_over(trajectory):
                 break
             called = await self._call_tools(text, instance)
-            messages = [_message(name, trajectory.count(one), keys.max_tool_response_length) for name, one in called]
+            messages = [
+                _message(name, trajectory.count(one), keys.max_tool_response_length)
+                for name, one in called
+            ]
             if not messages:
                 break
             ids = added_tokens(
-                generate.tokenizer, messages, row["origin"], generate.template_options, generate.stop_token_ids
+                generate.tokenizer,
+                messages,
+                row["origin"],
+                generate.template_options,
+                generate.stop_token_ids,
             )
             trajectory.add(ids)
         if self._reward_arguments is not None:
             if is_ready:
-                outcome = await instance.call(tools.GET_REWARD, dict.fromkeys(self._reward_arguments, text))
+                outcome = await instance.call(
+                    tools.GET_REWARD, dict.fromkeys(self._reward_arguments, text)
+                )
             trajectory.reward = outcome.value if outcome.error is None else 0.0
         trajectory.num_tool_errors += outcome.error is not None
         return trajectory
@@ -226,7 +275,9 @@ class _Instance:
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Outcome:
         """Call a method. If it fails, the instance is as it was before."""
-        outcome = await self.queue.run(tools.call_method, self.environment, self.state, name, arguments)
+        outcome = await self.queue.run(
+            tools.call_method, self.environment, self.state, name, arguments
+        )
         if outcome.error is None:
             value, self.state = outcome.value
             return Outcome(value)
@@ -240,17 +291,21 @@ def added_tokens(
     options: Mapping[str, Any],
     stop_token_ids: Sequence[int] = (),
 ) -> list[int]:
-    """The tokens that a template writes after a turn of the model, which ended with one of the stop tokens (the
-    tokenizer's end token is always one): the messages, and the beginning of the next turn. They are taken from another
-    conversation, so the model's turn is not tokenized again."""
+    """The tokens that a template writes after a turn of the model, which ended with one of the stop
+    tokens (the tokenizer's end token is always one): the messages, and the beginning of the next
+    turn. They are taken from another conversation, so the model's turn is not tokenized again."""
     question, turn = {"role": "user", "content": "?"}, {"role": "assistant", "content": "="}
     before = render_chat(tokenizer, [question], origin, turn["content"], **options)
     after = render_chat(tokenizer, [question, turn, *messages], origin, **options)
     if not after.startswith(before):
         problem = f"the chat template of {tokenizer.name_or_path} changes earlier messages when others follow"
-        raise DataError(f"{problem}; use another template, or an environment that is an async function")
+        raise DataError(
+            f"{problem}; use another template, or an environment that is an async function"
+        )
     ends = [str(tokenizer.eos_token), *tokenizer.convert_ids_to_tokens(list(stop_token_ids))]
-    start = max((before.rindex(end) + len(end) for end in ends if end in before), default=len(before))
+    start = max(
+        (before.rindex(end) + len(end) for end in ends if end in before), default=len(before)
+    )
     return next(tokenize(tokenizer, [{"is_chat": True, "text": after[start:]}]))
 
 
@@ -258,7 +313,8 @@ def added_tokens(
 
 
 class _Queue:
-    """The requests of all conversations and the session that answers them, and the processes for tools."""
+    """The requests of all conversations and the session that answers them, and the processes for
+    tools."""
 
     def __init__(self, session: Session, processes: Sequence[tools.ToolProcess]) -> None:
         self._session = session
@@ -322,13 +378,22 @@ class Conversations:
     turns: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
-    def run(self, engine: Engine, sampling: Sampling, rows: Sequence[Row], seeds: Sequence[int]) -> list[Trajectory]:
-        """The trajectory of each row, which has this seed. It does not depend on the order in which tools answer."""
-        with engine.session(replace(sampling, max_new_tokens=self.limits[1]), len(rows), sum(self.limits)) as session:
+    def run(
+        self, engine: Engine, sampling: Sampling, rows: Sequence[Row], seeds: Sequence[int]
+    ) -> list[Trajectory]:
+        """The trajectory of each row, which has this seed. It does not depend on the order in which
+        tools answer."""
+        with engine.session(
+            replace(sampling, max_new_tokens=self.limits[1]), len(rows), sum(self.limits)
+        ) as session:
             return asyncio.run(self._run(session, rows, seeds, sampling.stop_token_ids))
 
     async def _run(
-        self, session: Session, rows: Sequence[Row], seeds: Sequence[int], stop_token_ids: Sequence[int]
+        self,
+        session: Session,
+        rows: Sequence[Row],
+        seeds: Sequence[int],
+        stop_token_ids: Sequence[int],
     ) -> list[Trajectory]:
         queue, tasks = _Queue(session, self.processes), []
         try:
@@ -341,7 +406,9 @@ class Conversations:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         if queue.errors:
-            logger.warning("%d calls of tools failed; the first: %s", len(queue.errors), queue.errors[0])
+            logger.warning(
+                "%d calls of tools failed; the first: %s", len(queue.errors), queue.errors[0]
+            )
         return [task.result() for task in tasks]
 
     async def _one(self, row: Row, generate: Generate) -> Trajectory:
@@ -367,9 +434,16 @@ def conversations_of(config: Config) -> Conversations | None:
         return None
     rollout = ToolLoop(environment, config) if isinstance(environment, type) else environment
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    processes = [tools.ToolProcess(config.environment) for _ in range(config.environment.num_processes)]
-    limits, turns = (config.data.max_prompt_length, config.data.max_response_length), config.actor_rollout_ref.rollout
-    return Conversations(rollout, tokenizer, processes, limits, turns.multi_turn, tools.template_options(config))
+    processes = [
+        tools.ToolProcess(config.environment) for _ in range(config.environment.num_processes)
+    ]
+    limits, turns = (
+        (config.data.max_prompt_length, config.data.max_response_length),
+        config.actor_rollout_ref.rollout,
+    )
+    return Conversations(
+        rollout, tokenizer, processes, limits, turns.multi_turn, tools.template_options(config)
+    )
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------
@@ -377,7 +451,9 @@ def conversations_of(config: Config) -> Conversations | None:
 
 def rows_of(prompts: DataProto) -> list[Row]:
     """The rows of a batch of prompts, as a rollout function gets them."""
-    columns = zip(*(prompts.non_tensor_batch[column] for column in ROW_COLUMNS.values()), strict=True)
+    columns = zip(
+        *(prompts.non_tensor_batch[column] for column in ROW_COLUMNS.values()), strict=True
+    )
     rows = [dict(zip(ROW_COLUMNS, values, strict=True)) for values in columns]
     return [{**row, "ground_truth": row["reward_model"].get("ground_truth")} for row in rows]
 
@@ -388,10 +464,15 @@ def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
     log_probs = [np.array(one.log_probs[: one.num_kept], dtype=np.float32) for one in trajectories]
     versions = [one.weights_version for one in trajectories]
     columns = token_columns([one.prompt_ids for one in trajectories], tokens, log_probs, versions)
-    num_response, of_tokens = columns["num_response_tokens"], torch.from_numpy(np.concatenate(log_probs))
+    num_response, of_tokens = (
+        columns["num_response_tokens"],
+        torch.from_numpy(np.concatenate(log_probs)),
+    )
     scores = [torch.zeros(one.num_kept) for one in trajectories]
     for one, of_turns in zip(trajectories, scores, strict=True):
-        of_turns[torch.tensor(one.turn_ends, dtype=torch.int64) - 1] = torch.tensor(one.turn_scores())
+        of_turns[torch.tensor(one.turn_ends, dtype=torch.int64) - 1] = torch.tensor(
+            one.turn_scores()
+        )
     given = [math.nan if one.reward is None else sum(one.turn_scores()) for one in trajectories]
     counts = ("num_turns", "num_tool_calls", "num_tool_errors")
     return {
@@ -405,11 +486,21 @@ def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
 
 
 def token_columns(
-    prompts: Sequence[Any], responses: Sequence[Any], log_probs: Sequence[Any], versions: Sequence[int]
+    prompts: Sequence[Any],
+    responses: Sequence[Any],
+    log_probs: Sequence[Any],
+    versions: Sequence[int],
 ) -> dict[str, torch.Tensor]:
-    """Prompt and response of each row as one ragged column, the number of tokens of each, and what the engine said."""
-    num_prompt, num_response = (torch.tensor([len(row) for row in rows]) for rows in (prompts, responses))
-    tokens = [np.asarray(half, dtype=np.int64) for row in zip(prompts, responses, strict=True) for half in row]
+    """Prompt and response of each row as one ragged column, the number of tokens of each, and what
+    the engine said."""
+    num_prompt, num_response = (
+        torch.tensor([len(row) for row in rows]) for rows in (prompts, responses)
+    )
+    tokens = [
+        np.asarray(half, dtype=np.int64)
+        for row in zip(prompts, responses, strict=True)
+        for half in row
+    ]
     return {
         INPUT_IDS: ragged(torch.from_numpy(np.concatenate(tokens)), num_prompt + num_response),
         NUM_PROMPT_TOKENS: num_prompt,

@@ -1,8 +1,9 @@
 """Triton kernels: what a GPU computes between matrix products, and sampling.
 
-A captured step is used longer than the cache that it was captured with, so kernels find the cache through `place`: a
-tensor with the addresses of keys and values, the number of slots and their length. A row at position -1 is not in use:
-it does not read or write the cache. Arithmetic is in float32. Imported only on machines with a GPU.
+A captured step is used longer than the cache that it was captured with, so kernels find the cache
+through `place`: a tensor with the addresses of keys and values, the number of slots and their
+length. A row at position -1 is not in use: it does not read or write the cache. Arithmetic is in
+float32. Imported only on machines with a GPU.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
@@ -15,14 +16,17 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 Where = tuple[Tensor, Tensor, Tensor, int]
-"""Where tokens are in the cache: the position and the slot of each, the cache's `place`, and the layer's index."""
+"""Where tokens are in the cache: the position and the slot of each, the cache's `place`, and the
+layer's index."""
 _SPLITS = (1, 4, 16)
-"""Numbers of parts that a row's tokens may be split into; few, because each is a kernel to compile."""
+"""Numbers of parts that a row's tokens may be split into; few, because each is a kernel to
+compile."""
 _NUM_PROGRAMS = 256
 """Number of programs that keep a GPU busy; if there are fewer rows, rows are split."""
 _VOCAB_BLOCK = 4096
 _NUM_HALVINGS = tl.constexpr(30)
-"""Bisection steps over the range of a row's scores, until float32 cannot distinguish more of them."""
+"""Bisection steps over the range of a row's scores, until float32 cannot distinguish more of
+them."""
 _LOG2_E = 1.4426950408889634
 """The logarithm of e to base 2, because kernels use powers of 2."""
 
@@ -43,7 +47,8 @@ def _rotate_and_store(
     KV_HEADS_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """For one token: rotate its queries and keys in place, and write keys and values to the cache."""
+    """For one token: rotate its queries and keys in place, and write keys and values to the
+    cache."""
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
@@ -79,12 +84,17 @@ def _rotate_and_store(
     tl.store(values + (first_line + h * length) * HEAD_DIM + d, value, mask=is_value)
 
 
-def rotate_and_store(qkv_thd: Tensor, num_heads: int, cos: Tensor, signed_sin: Tensor, where: Where) -> None:
+def rotate_and_store(
+    qkv_thd: Tensor, num_heads: int, cos: Tensor, signed_sin: Tensor, where: Where
+) -> None:
     """Rotate queries and keys by their positions, in place; store keys and values in the cache."""
     num_tokens, num_all, head_dim = qkv_thd.shape
     num_kv_heads = (num_all - num_heads) // 2
     sizes = (num_heads, num_kv_heads, head_dim)
-    padded = [triton.next_power_of_2(size) for size in (num_heads + num_kv_heads, num_kv_heads, head_dim // 2)]
+    padded = [
+        triton.next_power_of_2(size)
+        for size in (num_heads + num_kv_heads, num_kv_heads, head_dim // 2)
+    ]
     _rotate_and_store[(num_tokens,)](qkv_thd, cos, signed_sin, *where, *sizes, *padded)
 
 
@@ -124,7 +134,11 @@ def _attend(
     d = tl.arange(0, DIM_PAD)
     is_query = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     heads = kv_head * GROUP + g
-    query = tl.load(queries_ptr + row * query_stride + heads[:, None] * HEAD_DIM + d[None, :], mask=is_query, other=0.0)
+    query = tl.load(
+        queries_ptr + row * query_stride + heads[:, None] * HEAD_DIM + d[None, :],
+        mask=is_query,
+        other=0.0,
+    )
     largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     output = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
@@ -139,7 +153,9 @@ def _attend(
         weight = tl.exp2(score - new_largest[:, None])
         total = total * shrink + tl.sum(weight, axis=1)
         value = tl.load(values + t[:, None] * HEAD_DIM + d[None, :], mask=is_seen, other=0.0)
-        output = output * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        output = output * shrink[:, None] + tl.dot(
+            weight.to(value.dtype), value, input_precision="ieee"
+        )
         largest = new_largest
     output = output / tl.where(total > 0, total, 1.0)[:, None]
     place = ((row * NUM_KV_HEADS * GROUP + heads) * SPLITS + split)[:, None]
@@ -151,7 +167,12 @@ def _attend(
 
 @triton.jit
 def _join_parts(
-    parts_ptr, log_sums_ptr, outputs_ptr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr
+    parts_ptr,
+    log_sums_ptr,
+    outputs_ptr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, SPLITS), tl.arange(0, DIM_PAD)
@@ -159,24 +180,34 @@ def _join_parts(
     largest = tl.max(log_sum)
     weight = tl.exp2(log_sum - tl.where(largest == -float("inf"), 0.0, largest))
     part = tl.load(
-        parts_ptr + (head * SPLITS + s)[:, None] * HEAD_DIM + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0
+        parts_ptr + (head * SPLITS + s)[:, None] * HEAD_DIM + d[None, :],
+        mask=(d < HEAD_DIM)[None, :],
+        other=0.0,
     )
     total = tl.sum(weight)
     output = tl.sum(part * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
     tl.store(outputs_ptr + head * HEAD_DIM + d, output, mask=d < HEAD_DIM)
 
 
-def attend(queries_bhd: Tensor, num_kv_heads: int, where: Where, window: int, scale: float) -> Tensor:
-    """Attention of one token per row to the last `window` tokens of its slot, up to its own position: (rows,
-    heads * head_dim)."""
+def attend(
+    queries_bhd: Tensor, num_kv_heads: int, where: Where, window: int, scale: float
+) -> Tensor:
+    """Attention of one token per row to the last `window` tokens of its slot, up to its own
+    position: (rows, heads * head_dim)."""
     num_rows, num_heads, head_dim = queries_bhd.shape
     wanted = _NUM_PROGRAMS / (num_rows * num_kv_heads)
     num_splits = next((splits for splits in _SPLITS if splits >= wanted), _SPLITS[-1])
-    outputs = torch.empty(num_rows, num_heads * head_dim, dtype=queries_bhd.dtype, device=queries_bhd.device)
+    outputs = torch.empty(
+        num_rows, num_heads * head_dim, dtype=queries_bhd.dtype, device=queries_bhd.device
+    )
     parts, log_sums = outputs, outputs
     if num_splits > 1:
-        parts = torch.empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=outputs.device)
-        log_sums = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=outputs.device)
+        parts = torch.empty(
+            num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=outputs.device
+        )
+        log_sums = torch.empty(
+            num_rows, num_heads, num_splits, dtype=torch.float32, device=outputs.device
+        )
     group_size = num_heads // num_kv_heads
     group_pad, dim_pad = (max(16, triton.next_power_of_2(size)) for size in (group_size, head_dim))
     block = 64 if queries_bhd.dtype.itemsize == 2 else 32
@@ -186,12 +217,16 @@ def attend(queries_bhd: Tensor, num_kv_heads: int, where: Where, window: int, sc
     launch = _attend[(num_rows, num_kv_heads, num_splits)]
     launch(queries_bhd, parts, log_sums, *where, *numbers, *sizes, num_stages=num_stages)
     if num_splits > 1:
-        _join_parts[(num_rows * num_heads,)](parts, log_sums, outputs, head_dim, dim_pad, num_splits, num_warps=2)
+        _join_parts[(num_rows * num_heads,)](
+            parts, log_sums, outputs, head_dim, dim_pad, num_splits, num_warps=2
+        )
     return outputs
 
 
 @triton.jit
-def _add_norm(x_ptr, delta_ptr, weight_ptr, normed_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _add_norm(
+    x_ptr, delta_ptr, weight_ptr, normed_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * SIZE
     e = tl.arange(0, BLOCK)
     inside = e < SIZE
@@ -201,7 +236,11 @@ def _add_norm(x_ptr, delta_ptr, weight_ptr, normed_ptr, eps, SIZE: tl.constexpr,
     tl.store(x_ptr + row + e, x, mask=inside)
     x = x.to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x) / SIZE + eps)
-    tl.store(normed_ptr + row + e, normed * tl.load(weight_ptr + e, mask=inside).to(tl.float32), mask=inside)
+    tl.store(
+        normed_ptr + row + e,
+        normed * tl.load(weight_ptr + e, mask=inside).to(tl.float32),
+        mask=inside,
+    )
 
 
 def add_norm(x_te: Tensor, delta_te: Tensor, weight_e: Tensor, eps: float) -> Tensor:
@@ -210,7 +249,9 @@ def add_norm(x_te: Tensor, delta_te: Tensor, weight_e: Tensor, eps: float) -> Te
     normed_te = torch.empty_like(x_te)
     block = triton.next_power_of_2(size)
     num_warps = min(16, max(1, block // 512))
-    _add_norm[(num_tokens,)](x_te, delta_te, weight_e, normed_te, eps, size, block, num_warps=num_warps)
+    _add_norm[(num_tokens,)](
+        x_te, delta_te, weight_e, normed_te, eps, size, block, num_warps=num_warps
+    )
     return normed_te
 
 
@@ -233,20 +274,36 @@ def silu_gate(gate_up_te: Tensor) -> Tensor:
 
 @triton.jit
 def _mass_above(
-    row_ptr, inverse_temperature, largest, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
+    row_ptr,
+    inverse_temperature,
+    largest,
+    least,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     """For a row's scores above `least`: their number, or the sum of their exponentials."""
     mass = tl.zeros([BLOCK], tl.float32)
     for first in range(0, VOCAB, BLOCK):
         v = first + tl.arange(0, BLOCK)
-        score = tl.load(row_ptr + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32) * inverse_temperature
+        score = (
+            tl.load(row_ptr + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32)
+            * inverse_temperature
+        )
         mass += tl.where(score > least, 1.0 if COUNT else tl.exp(score - largest), 0.0)
     return tl.sum(mass)
 
 
 @triton.jit
 def _find_floor(
-    logits_ptr, floors_ptr, inverse_temperature, row_stride, top_k, top_p, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr,
+    floors_ptr,
+    inverse_temperature,
+    row_stride,
+    top_k,
+    top_p,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Find the floor by bisection, first for top-k, then for top-p."""
     row = tl.program_id(0).to(tl.int64)
@@ -255,7 +312,10 @@ def _find_floor(
     lowest = tl.full([BLOCK], float("inf"), tl.float32)
     for first in range(0, VOCAB, BLOCK):
         v = first + tl.arange(0, BLOCK)
-        score = tl.load(row_ptr + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32) * inverse_temperature
+        score = (
+            tl.load(row_ptr + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32)
+            * inverse_temperature
+        )
         highest = tl.maximum(highest, score)
         lowest = tl.minimum(lowest, tl.where(score > -float("inf"), score, float("inf")))
     largest = tl.max(highest)
@@ -264,25 +324,39 @@ def _find_floor(
         above = largest
         for _ in range(_NUM_HALVINGS):
             middle = 0.5 * (floor + above)
-            is_enough = _mass_above(row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, True) >= top_k
+            is_enough = (
+                _mass_above(row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, True)
+                >= top_k
+            )
             floor = tl.where(is_enough, middle, floor)
             above = tl.where(is_enough, above, middle)
     if top_p < 1:
         above = largest
-        wanted = top_p * _mass_above(row_ptr, inverse_temperature, largest, floor, VOCAB, BLOCK, False)
+        wanted = top_p * _mass_above(
+            row_ptr, inverse_temperature, largest, floor, VOCAB, BLOCK, False
+        )
         for _ in range(_NUM_HALVINGS):
             middle = 0.5 * (floor + above)
-            is_enough = _mass_above(row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, False) >= wanted
+            is_enough = (
+                _mass_above(row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, False)
+                >= wanted
+            )
             floor = tl.where(is_enough, middle, floor)
             above = tl.where(is_enough, above, middle)
     tl.store(floors_ptr + row, floor)
 
 
 def find_floors(logits_bv: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """For each row the number above which top-k and top-p keep scores (logits divided by temperature)."""
+    """For each row the number above which top-k and top-p keep scores (logits divided by
+    temperature)."""
     num_rows, vocab_size = logits_bv.shape
     floors_b = torch.empty(num_rows, dtype=torch.float32, device=logits_bv.device)
-    numbers = (1 / temperature, logits_bv.stride(0), top_k if top_k > 0 else vocab_size, float(top_p))
+    numbers = (
+        1 / temperature,
+        logits_bv.stride(0),
+        top_k if top_k > 0 else vocab_size,
+        float(top_p),
+    )
     _find_floor[(num_rows,)](logits_bv, floors_b, *numbers, vocab_size, _VOCAB_BLOCK, num_warps=16)
     return floors_b
 
@@ -310,10 +384,13 @@ def _race(
     GREEDY: tl.constexpr,
     HAS_FLOOR: tl.constexpr,
 ):
-    """The winner among one block of a row's tokens, and the block's part of the softmax denominator."""
+    """The winner among one block of a row's tokens, and the block's part of the softmax
+    denominator."""
     row, block, num_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     v = block * BLOCK + tl.arange(0, BLOCK)
-    score = tl.load(logits_ptr + row * row_stride + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32)
+    score = tl.load(logits_ptr + row * row_stride + v, mask=v < VOCAB, other=-float("inf")).to(
+        tl.float32
+    )
     score *= inverse_temperature
     if HAS_FLOOR:
         score = tl.where(score > tl.load(floors_ptr + row), score, -float("inf"))
@@ -323,15 +400,20 @@ def _race(
     if GREEDY:
         entry = score
     else:
-        # A token's time is exponential with its probability as rate; the earliest token is the sample. Arithmetic
-        # dominates this kernel, so it uses fast functions, with relative errors of about 1e-5.
+        # A token's time is exponential with its probability as rate; the earliest token is the
+        # sample. Arithmetic dominates this kernel, so it uses fast functions, with relative errors
+        # of about 1e-5.
         stream = tl.load(streams_ptr + row).to(tl.uint64, bitcast=True)
-        key = stream + (tl.load(steps_ptr + row).to(tl.uint64, bitcast=True) + 1) * 0x9E3779B97F4A7C15
+        key = (
+            stream + (tl.load(steps_ptr + row).to(tl.uint64, bitcast=True) + 1) * 0x9E3779B97F4A7C15
+        )
         key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9
         key = (key ^ (key >> 27)) * 0x94D049BB133111EB
         key = key ^ (key >> 31)
         bits = _mix32(_mix32(v.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
-        uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # 2**-32 and half of it
+        uniform = (
+            bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+        )  # 2**-32 and half of it
         # The earliest times decide, and there 1 - uniform has lost the bits that distinguish them.
         early = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
         time = tl.where(uniform < 0.02, early, -libdevice.fast_logf(1.0 - uniform))
@@ -350,7 +432,13 @@ def _race(
 
 @triton.jit
 def _finish_race(
-    sums_ptr, block_tokens_ptr, tokens_ptr, log_probs_ptr, num_blocks, VOCAB: tl.constexpr, BLOCKS_PAD: tl.constexpr
+    sums_ptr,
+    block_tokens_ptr,
+    tokens_ptr,
+    log_probs_ptr,
+    num_blocks,
+    VOCAB: tl.constexpr,
+    BLOCKS_PAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS_PAD)
@@ -359,18 +447,30 @@ def _finish_race(
     inside = b < num_blocks
     largest = tl.load(sums_ptr + place, mask=inside, other=-float("inf"))
     most = tl.max(largest)
-    total = tl.sum(tl.load(sums_ptr + plane + place, mask=inside, other=0.0) * tl.exp(largest - most))
-    is_winner = b == tl.argmax(tl.load(sums_ptr + 2 * plane + place, mask=inside, other=-float("inf")), axis=0)
-    score = tl.sum(tl.where(is_winner, tl.load(sums_ptr + 3 * plane + place, mask=inside, other=0.0), 0.0))
+    total = tl.sum(
+        tl.load(sums_ptr + plane + place, mask=inside, other=0.0) * tl.exp(largest - most)
+    )
+    is_winner = b == tl.argmax(
+        tl.load(sums_ptr + 2 * plane + place, mask=inside, other=-float("inf")), axis=0
+    )
+    score = tl.sum(
+        tl.where(is_winner, tl.load(sums_ptr + 3 * plane + place, mask=inside, other=0.0), 0.0)
+    )
     token = tl.sum(tl.where(is_winner, tl.load(block_tokens_ptr + place, mask=inside, other=0), 0))
     tl.store(tokens_ptr + row, tl.minimum(token, VOCAB - 1).to(tl.int64))
     tl.store(log_probs_ptr + row, score - most - tl.log(total))
 
 
 def race(
-    logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, temperature: float, greedy: bool, floors_b: Tensor | None
+    logits_bv: Tensor,
+    streams_b: Tensor,
+    steps_b: Tensor,
+    temperature: float,
+    greedy: bool,
+    floors_b: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """A token of each row, sampled from its softmax at `temperature` above its floor, or the best one; its log-prob."""
+    """A token of each row, sampled from its softmax at `temperature` above its floor, or the best
+    one; its log-prob."""
     num_rows, vocab_size = logits_bv.shape
     num_blocks = triton.cdiv(vocab_size, _VOCAB_BLOCK)
     sums = torch.empty(4, num_rows, num_blocks, dtype=torch.float32, device=logits_bv.device)
@@ -380,7 +480,9 @@ def race(
     floors = log_probs_b if floors_b is None else floors_b
     tensors = (logits_bv, streams_b, steps_b, floors, sums, block_tokens)
     settings = (vocab_size, _VOCAB_BLOCK, greedy, floors_b is not None)
-    _race[(num_rows, num_blocks)](*tensors, 1 / temperature, logits_bv.stride(0), *settings, num_warps=4)
+    _race[(num_rows, num_blocks)](
+        *tensors, 1 / temperature, logits_bv.stride(0), *settings, num_warps=4
+    )
     outputs = (tokens_b, log_probs_b, num_blocks, vocab_size, triton.next_power_of_2(num_blocks))
     _finish_race[(num_rows,)](sums, block_tokens, *outputs, num_warps=1)
     return tokens_b, log_probs_b

@@ -1,7 +1,8 @@
-"""The KV cache and the running samples of a generation: one slot of the cache and one row of the batch for each.
+"""The KV cache and the running samples of a generation: one slot of the cache and one row of the
+batch for each.
 
-Owns the storage of both: keys and values, the tokens sampled so far, and where each row ends. Does not know the model,
-how attention reads the cache, nor which requests wait.
+Owns the storage of both: keys and values, the tokens sampled so far, and where each row ends. Does
+not know the model, how attention reads the cache, nor which requests wait.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +38,8 @@ class SlotCache:
     def __init__(self, shape: CacheShape, num_slots: int, length: int) -> None:
         self.shape, self.num_slots, self.length = shape, num_slots, length
         size = (shape.num_layers, num_slots, shape.num_heads, length, shape.head_dim)
-        # Zeros, because masked values are multiplied by zero, and uninitialized memory may contain NaN.
+        # Zeros, because masked values are multiplied by zero, and uninitialized memory may contain
+        # NaN.
         self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self._values = torch.zeros_like(self._keys)
         self._head_offsets_h = torch.arange(shape.num_heads, device=shape.device) * length
@@ -45,7 +47,8 @@ class SlotCache:
 
     @property
     def place(self) -> list[int]:
-        """What a kernel needs to find the cache: addresses of keys and values, number of slots, length of a slot."""
+        """What a kernel needs to find the cache: addresses of keys and values, number of slots,
+        length of a slot."""
         return [self._keys.data_ptr(), self._values.data_ptr(), self.num_slots, self.length]
 
     def places(self, slots_t: Tensor, positions_t: Tensor) -> Tensor:
@@ -58,7 +61,8 @@ class SlotCache:
             lines.index_copy_(0, places, new.reshape(-1, new.shape[-1]))
 
     def read(self, layer: int, slots: slice, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (slots, heads, length, head_dim) of the first `length` tokens, as views."""
+        """Keys and values (slots, heads, length, head_dim) of the first `length` tokens, as
+        views."""
         return self._keys[layer, slots, :, :length], self._values[layer, slots, :, :length]
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -68,34 +72,48 @@ class SlotCache:
 
 
 class _Row(NamedTuple):
-    """What the host knows about a running sample. The clock counts the decode steps of the generation."""
+    """What the host knows about a running sample. The clock counts the decode steps of the
+    generation."""
 
     request: int
     slot: int
     zero_clock: int
-    """Clock minus length: what the clock would have shown when the sample had no token in the cache."""
+    """Clock minus length: what the clock would have shown when the sample had no token in the
+    cache."""
     last_clock: int
     """The clock when its last token is sampled, if no stop token comes first."""
 
 
 class DecodeBatch:
-    """Space for `num_rows` running samples of up to `max_new_tokens` tokens each; each row has a slot of the cache.
+    """Space for `num_rows` running samples of up to `max_new_tokens` tokens each; each row has a
+    slot of the cache.
 
-    Rows 0 to `num_running` - 1 are in use. A row that has ended takes no more tokens, so further steps do not change it
-    until the host checks. The host counts steps to know the progress of rows without asking the GPU. With `scattered` a
-    row keeps its first slot; otherwise row i is always in slot i.
+    Rows 0 to `num_running` - 1 are in use. A row that has ended takes no more tokens, so further
+    steps do not change it until the host checks. The host counts steps to know the progress of rows
+    without asking the GPU. With `scattered` a row keeps its first slot; otherwise row i is always
+    in slot i.
     """
 
     def __init__(
-        self, num_rows: int, max_new_tokens: int, stop_token_ids: tuple[int, ...], device: torch.device, scattered: bool
+        self,
+        num_rows: int,
+        max_new_tokens: int,
+        stop_token_ids: tuple[int, ...],
+        device: torch.device,
+        scattered: bool,
     ) -> None:
-        self.num_rows, self.max_new_tokens, self.stop_token_ids = num_rows, max_new_tokens, stop_token_ids
+        self.num_rows, self.max_new_tokens, self.stop_token_ids = (
+            num_rows,
+            max_new_tokens,
+            stop_token_ids,
+        )
         self._device, self._scattered = device, scattered
         self._unused = torch.tensor(_UNUSED_ROW, device=device)[:, None]
         self._state = self._unused.repeat(1, num_rows)
         self.tokens, self.positions, self.steps, self.limits, self.streams, self.slots = self._state
-        """For each row: the token to run next, its position, the number of sampled tokens, the number at which the row
-        ends (lowered by a stop token), the seed of its random numbers, and its slot of the cache."""
+        """For each row: the token to run next, its position, the number of sampled tokens, the
+        number at which the row ends (lowered by a stop token), the seed of its random numbers, and
+        its slot of the cache."""
         # The last column takes what rows that have ended still sample.
         self._sampled = torch.zeros(num_rows, max_new_tokens + 1, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(num_rows, max_new_tokens + 1, device=device)
@@ -110,7 +128,8 @@ class DecodeBatch:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest row, including the one to run next; may be more if rows have ended."""
+        """Tokens of the longest row, including the one to run next; may be more if rows have
+        ended."""
         return self._clock - self._min_zero_clock + 1
 
     @property
@@ -119,13 +138,19 @@ class DecodeBatch:
         return self._last_end - self._clock
 
     def enter(
-        self, requests: Sequence[int], prompt_lengths: Sequence[int], limits: Sequence[int], streams: Sequence[int]
+        self,
+        requests: Sequence[int],
+        prompt_lengths: Sequence[int],
+        limits: Sequence[int],
+        streams: Sequence[int],
     ) -> list[int]:
         """Add rows, whose first tokens are sampled before the next step. Returns their slots."""
         rows = slice(self.num_running, self.num_running + len(requests))
         taken = {row.slot for row in self._rows}
         slots = [slot for slot in range(self.num_rows) if slot not in taken][: len(requests)]
-        for request, slot, length, limit in zip(requests, slots, prompt_lengths, limits, strict=True):
+        for request, slot, length, limit in zip(
+            requests, slots, prompt_lengths, limits, strict=True
+        ):
             self._rows.append(_Row(request, slot, self._clock - length, self._clock + limit - 1))
         last_positions, zeros = [length - 1 for length in prompt_lengths], [0] * len(requests)
         state = torch.tensor([zeros, last_positions, zeros, limits, streams, slots])
@@ -155,8 +180,9 @@ class DecodeBatch:
     def pop_finished(
         self, cache: SlotCache, leave: Callable[[int, int, Any], None] | None = None
     ) -> list[tuple[int, Any, Any]]:
-        """Remove the rows that have ended. Returns request, tokens and log-probs of each; the numbers are arrays.
-        `leave` is called before that with request, slot and tokens of each, while the slots still hold their tokens."""
+        """Remove the rows that have ended. Returns request, tokens and log-probs of each; the
+        numbers are arrays. `leave` is called before that with request, slot and tokens of each,
+        while the slots still hold their tokens."""
         if not self.stop_token_ids and self._clock < self._next_end:
             return []
         steps, limits = self.steps[: self.num_running], self.limits[: self.num_running]
@@ -166,10 +192,14 @@ class DecodeBatch:
         slots = torch.tensor([self._rows[index].slot for index in ended], device=self._device)
         counts = steps[torch.tensor(ended, device=self._device)].tolist()
         longest = max(counts)
-        sampled, log_probs = (storage[slots, :longest].cpu().numpy() for storage in (self._sampled, self._log_probs))
+        sampled, log_probs = (
+            storage[slots, :longest].cpu().numpy() for storage in (self._sampled, self._log_probs)
+        )
         requests = [self._rows[index].request for index in ended]
         padded = zip(requests, counts, sampled, log_probs, strict=True)
-        samples = [(request, tokens[:count], scores[:count]) for request, count, tokens, scores in padded]
+        samples = [
+            (request, tokens[:count], scores[:count]) for request, count, tokens, scores in padded
+        ]
         if leave is not None:
             for index, (request, tokens, _) in zip(ended, samples, strict=True):
                 leave(request, self._rows[index].slot, tokens)
@@ -180,11 +210,14 @@ class DecodeBatch:
             self._rows.pop()
             came_from.pop()
         remaining = slice(0, self.num_running)
-        self._state[:, remaining] = self._state[:, torch.tensor(came_from, dtype=torch.int64, device=self._device)]
+        self._state[:, remaining] = self._state[
+            :, torch.tensor(came_from, dtype=torch.int64, device=self._device)
+        ]
         self._state[:, self.num_running : num_before] = self._unused
         for index, source in enumerate(came_from):
             if index != source and not self._scattered:
-                # A row that took another row's place moves to that row's slot. Its old slot is behind all other rows.
+                # A row that took another row's place moves to that row's slot. Its old slot is
+                # behind all other rows.
                 row = self._rows[index]
                 cache.copy(source, index, min(self._clock, row.last_clock) - row.zero_clock)
                 for storage in (self._sampled, self._log_probs):

@@ -1,8 +1,10 @@
-"""The weights of a rollout's model: the part that a tensor-parallel rank holds, and copying new weights into them.
+"""The weights of a rollout's model: the part that a tensor-parallel rank holds, and copying new
+weights into them.
 
-Attention heads and inner features of the MLP are divided over the ranks, so each layer needs two all-reduces. The
-embedding and the head are not divided: they are often one tensor, and complete logits on every rank need no gathering.
-This costs vocabulary x hidden weights per rank. Does not know how a layer is computed, nor where weights come from.
+Attention heads and inner features of the MLP are divided over the ranks, so each layer needs two
+all-reduces. The embedding and the head are not divided: they are often one tensor, and complete
+logits on every rank need no gathering. This costs vocabulary x hidden weights per rank. Does not
+know how a layer is computed, nor where weights come from.
 """
 
 from collections.abc import Iterable
@@ -19,8 +21,8 @@ _BY_OUTPUT, _BY_INPUT = 0, 1
 
 
 class Shard:
-    """The part of a model that rank `rank` of `size` holds. Several ranks hold the same key-value head if there are
-    fewer of these heads than ranks."""
+    """The part of a model that rank `rank` of `size` holds. Several ranks hold the same key-value
+    head if there are fewer of these heads than ranks."""
 
     def __init__(self, model_config: Any, size: int, rank: int) -> None:
         num_kv_heads = model_config.num_key_value_heads
@@ -33,8 +35,8 @@ class Shard:
         self._splits |= dict.fromkeys(("o_proj", "down_proj"), (_BY_INPUT, size))
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a weight, as a view. A bias is zero on all ranks except the first if outputs are summed
-        over the ranks."""
+        """This rank's part of a weight, as a view. A bias is zero on all ranks except the first if
+        outputs are summed over the ranks."""
         dim, num_parts = self._split_of(name)
         if num_parts == 1:
             return whole
@@ -46,7 +48,10 @@ class Shard:
     def whole_shape(self, name: str, part_shape: Size) -> Size:
         """The shape of the whole weight, from the shape of a part."""
         dim, num_parts = self._split_of(name)
-        return Size(length * num_parts if index == dim else length for index, length in enumerate(part_shape))
+        return Size(
+            length * num_parts if index == dim else length
+            for index, length in enumerate(part_shape)
+        )
 
     def keep_own_part(self, model: nn.Module) -> None:
         """Replace the weights of a whole model with this rank's parts."""
@@ -57,12 +62,14 @@ class Shard:
                 parameter.data = part.clone()  # a view would keep the whole tensor
 
     def _split_of(self, name: str) -> tuple[int, int]:
-        """The axis along which a weight is divided, and the number of parts. A bias has only the axis of outputs."""
+        """The axis along which a weight is divided, and the number of parts. A bias has only the
+        axis of outputs."""
         return self._splits.get(name.split(".")[-2], (_BY_OUTPUT, 1))
 
 
 class TensorParallel(NamedTuple):
-    """The ranks that share one copy of the weights. All must make the same calls in the same order."""
+    """The ranks that share one copy of the weights. All must make the same calls in the same
+    order."""
 
     size: int = 1
     group: dist.ProcessGroup | None = None
@@ -94,11 +101,11 @@ class TensorParallel(NamedTuple):
 
 
 class WeightStream:
-    """Copies whole tensors into `model`; with `shard`, the part of each that `model` holds. Tied weights may come with
-    one of their names or with all of them.
+    """Copies whole tensors into `model`; with `shard`, the part of each that `model` holds. Tied
+    weights may come with one of their names or with all of them.
 
-    A wrong name or shape is an error when the tensor arrives, and a missing name is an error at the end. After an error
-    the model contains a mixture of old and new weights.
+    A wrong name or shape is an error when the tensor arrives, and a missing name is an error at the
+    end. After an error the model contains a mixture of old and new weights.
     """
 
     def __init__(self, model: nn.Module, shard: Shard | None) -> None:
@@ -114,9 +121,13 @@ class WeightStream:
             if name in self._arrived:
                 raise DataError(f"weights: {name} was sent twice")
             target = self._targets[name]
-            shape = target.shape if self._shard is None else self._shard.whole_shape(name, target.shape)
+            shape = (
+                target.shape if self._shard is None else self._shard.whole_shape(name, target.shape)
+            )
             if tensor.shape != shape:
-                raise DataError(f"weights: {name} has shape {list(tensor.shape)}, the model's {list(shape)}")
+                raise DataError(
+                    f"weights: {name} has shape {list(tensor.shape)}, the model's {list(shape)}"
+                )
             target.copy_(tensor if self._shard is None else self._shard.part(name, tensor))
             self._arrived.add(name)
 
@@ -125,4 +136,6 @@ class WeightStream:
         arrived = {id(self._targets[name]) for name in self._arrived}
         missing = [name for name, target in self._targets.items() if id(target) not in arrived]
         if missing:
-            raise DataError(f"weights: {len(missing)} of {len(self._targets)} are missing: {first_few(missing, 5)}")
+            raise DataError(
+                f"weights: {len(missing)} of {len(self._targets)} are missing: {first_few(missing, 5)}"
+            )

@@ -1,7 +1,9 @@
-"""The transformers rollout engine: any causal language model that transformers can load, with its own forward pass.
+"""The transformers rollout engine: any causal language model that transformers can load, with its
+own forward pass.
 
-A batch of left-padded rows is decoded until all have ended; rows that have ended leave it when half of them have. It is
-slower than the native engine and knows every architecture. Owns this loop. Tokens are chosen as in the native engine.
+A batch of left-padded rows is decoded until all have ended; rows that have ended leave it when half
+of them have. It is slower than the native engine and knows every architecture. Owns this loop.
+Tokens are chosen as in the native engine.
 """
 
 import copy
@@ -16,17 +18,30 @@ from torch import Tensor, nn
 from rolepool.config import Config
 from rolepool.errors import ConfigError
 from rolepool.protocol.worker import WorkerContext, part, work_of
-from rolepool.rollout.engine import Completion, Request, Sampling, StreamedEngine, choose, seed_streams
+from rolepool.rollout.engine import (
+    Completion,
+    Request,
+    Sampling,
+    StreamedEngine,
+    choose,
+    seed_streams,
+)
 
 
 def transformers_engine(
-    config: Config, context: WorkerContext, load_model: Callable[[], nn.Module], shared_model: nn.Module | None
+    config: Config,
+    context: WorkerContext,
+    load_model: Callable[[], nn.Module],
+    shared_model: nn.Module | None,
 ) -> "TransformersEngine":
     """The engine of one rank, with the weights of the shared model, or with a model of its own."""
     max_num_seqs = config.actor_rollout_ref.rollout.max_num_seqs
     if shared_model is None:
-        return TransformersEngine(load_model().requires_grad_(False).to(context.device), max_num_seqs)
-    # Modules of its own with the same tensors, because the trainer's modules may only run packed rows.
+        return TransformersEngine(
+            load_model().requires_grad_(False).to(context.device), max_num_seqs
+        )
+    # Modules of its own with the same tensors, because the trainer's modules may only run packed
+    # rows.
     tensors = chain(shared_model.parameters(), shared_model.buffers())
     model: Any = copy.deepcopy(shared_model, {id(tensor): tensor for tensor in tensors})
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
@@ -34,7 +49,8 @@ def transformers_engine(
 
 
 class TransformersEngine(StreamedEngine):
-    """Generates with `model`, a causal language model of transformers, at most `max_num_seqs` sequences at a time."""
+    """Generates with `model`, a causal language model of transformers, at most `max_num_seqs`
+    sequences at a time."""
 
     def __init__(self, model: Any, max_num_seqs: int, shared_weights: bool = False) -> None:
         super().__init__(model.eval())
@@ -48,25 +64,41 @@ class TransformersEngine(StreamedEngine):
         with torch.inference_mode():
             for start in range(0, len(order), self.max_num_seqs):
                 rows = order[start : start + self.max_num_seqs]
-                found.update(zip(rows, self._respond([requests[row] for row in rows], sampling), strict=True))
+                found.update(
+                    zip(rows, self._respond([requests[row] for row in rows], sampling), strict=True)
+                )
         return [found[index] for index in range(len(requests))]
 
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         device = next(self.model.parameters()).device
-        limits_b = torch.tensor([request.max_new_tokens or sampling.max_new_tokens for request in requests]).to(device)
+        limits_b = torch.tensor(
+            [request.max_new_tokens or sampling.max_new_tokens for request in requests]
+        ).to(device)
         streams_b = seed_streams([request.seed for request in requests]).to(device)
-        stops = torch.tensor(() if sampling.ignore_eos else sampling.stop_token_ids, dtype=torch.int64, device=device)
-        tokens_bn = torch.zeros(len(requests), int(limits_b.max()), dtype=torch.int64, device=device)
-        log_probs_bn, num_new_b = torch.zeros_like(tokens_bn, dtype=torch.float32), torch.zeros_like(limits_b)
+        stops = torch.tensor(
+            () if sampling.ignore_eos else sampling.stop_token_ids, dtype=torch.int64, device=device
+        )
+        tokens_bn = torch.zeros(
+            len(requests), int(limits_b.max()), dtype=torch.int64, device=device
+        )
+        log_probs_bn, num_new_b = (
+            torch.zeros_like(tokens_bn, dtype=torch.float32),
+            torch.zeros_like(limits_b),
+        )
         inputs, rows = _left_padded(requests, device), torch.arange(len(requests), device=device)
         cache, is_running = None, torch.ones_like(rows, dtype=torch.bool)
         work = ("prefill", *work_of(len(request.token_ids) for request in requests))
         for step in range(tokens_bn.shape[1]):
             with part(*work):
                 logits_bv, cache = self._forward(inputs, cache)
-                token_b, log_prob_b = choose(logits_bv, streams_b[rows], torch.full_like(rows, step), sampling)
+                token_b, log_prob_b = choose(
+                    logits_bv, streams_b[rows], torch.full_like(rows, step), sampling
+                )
             running = rows[is_running]
-            tokens_bn[running, step], log_probs_bn[running, step] = token_b[is_running], log_prob_b[is_running]
+            tokens_bn[running, step], log_probs_bn[running, step] = (
+                token_b[is_running],
+                log_prob_b[is_running],
+            )
             num_new_b[running] += 1
             is_running = is_running & ~torch.isin(token_b, stops) & (limits_b[rows] > step + 1)
             num_running = int(is_running.sum())
@@ -74,15 +106,23 @@ class TransformersEngine(StreamedEngine):
                 break
             inputs = _next_inputs(inputs, token_b)
             work = ("decode", num_running, num_running * inputs["attention_mask"].shape[1])
-            if 2 * num_running <= len(rows) and all(hasattr(layer, "batch_select_indices") for layer in cache.layers):
+            if 2 * num_running <= len(rows) and all(
+                hasattr(layer, "batch_select_indices") for layer in cache.layers
+            ):
                 cache.batch_select_indices(is_running)
                 inputs = {name: tensor[is_running] for name, tensor in inputs.items()}
                 rows, is_running = rows[is_running], is_running[is_running]
-        numbers = zip(tokens_bn.cpu().numpy(), log_probs_bn.cpu().numpy(), num_new_b.tolist(), strict=True)
-        return [self.completion(tokens[:num], log_probs[:num], stops.tolist()) for tokens, log_probs, num in numbers]
+        numbers = zip(
+            tokens_bn.cpu().numpy(), log_probs_bn.cpu().numpy(), num_new_b.tolist(), strict=True
+        )
+        return [
+            self.completion(tokens[:num], log_probs[:num], stops.tolist())
+            for tokens, log_probs, num in numbers
+        ]
 
     def _forward(self, inputs: dict[str, Tensor], cache: Any) -> tuple[Tensor, Any]:
-        """Logits of the last token of each row, and the cache. A model gets only the arguments that it knows."""
+        """Logits of the last token of each row, and the cache. A model gets only the arguments that
+        it knows."""
         more = {"logits_to_keep": 1, **inputs}
         known = {name: value for name, value in more.items() if name in self._accepted}
         outputs = self.model(past_key_values=cache, use_cache=True, **known)

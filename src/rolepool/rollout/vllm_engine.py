@@ -1,8 +1,10 @@
-"""The vllm rollout engine: vLLM in a process beside that of the rollout, with a Python environment of its own.
+"""The vllm rollout engine: vLLM in a process beside that of the rollout, with a Python environment
+of its own.
 
-vLLM needs other versions of torch and transformers than rolepool. So the two exchange tokens through a socket. New
-weights are passed on as a file in shared memory or, on a GPU, as handles of the memory in which they are (CUDA IPC).
-Owns that process and what it is told. What runs in it is `vllm_process`.
+vLLM needs other versions of torch and transformers than rolepool. So the two exchange tokens
+through a socket. New weights are passed on as a file in shared memory or, on a GPU, as handles of
+the memory in which they are (CUDA IPC). Owns that process and what it is told. What runs in it is
+`vllm_process`.
 """
 
 import os
@@ -30,9 +32,21 @@ from rolepool.rollout.engine import ABILITIES, Completion, Request, Sampling, St
 from rolepool.rollout.tensor_parallel import TensorParallel
 
 _SCRIPT = Path(__file__).with_name("vllm_process.py")
-_OF_OUR_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+_OF_OUR_RANKS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PYTHONPATH",
+)
 """Variables of this process that would mislead vLLM."""
-_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+_DEFAULTS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 _FIXED = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
 _STEPS_AT_ONCE = 8
 """Decode steps after which waiting requests join."""
@@ -40,11 +54,18 @@ _SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def vllm_engine(
-    config: Config, context: WorkerContext, load_model: Callable[[], nn.Module], shared_model: nn.Module | None
+    config: Config,
+    context: WorkerContext,
+    load_model: Callable[[], nn.Module],
+    shared_model: nn.Module | None,
 ) -> "VllmEngine":
-    """The engine of one rank. vLLM loads the model, too. If ranks share one copy of the weights, each has a vLLM with a
-    part of them, and all make the same calls."""
-    keys, model_keys, on_cpu = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, context.device == "cpu"
+    """The engine of one rank. vLLM loads the model, too. If ranks share one copy of the weights,
+    each has a vLLM with a part of them, and all make the same calls."""
+    keys, model_keys, on_cpu = (
+        config.actor_rollout_ref.rollout,
+        config.actor_rollout_ref.model,
+        context.device == "cpu",
+    )
     length = config.data.max_prompt_length + config.data.max_response_length
     arguments = {
         "model": str(Path(str(model_keys.path)).expanduser()),
@@ -67,15 +88,18 @@ def vllm_engine(
         free.bind(("127.0.0.1", 0))
         port = torch.tensor(free.getsockname()[1], device=context.device)
         port = TensorParallel.over_neighbours(context.tp_size).first(port)
-    return VllmEngine(keys.vllm_python, arguments, model, gpu, (context.tp_rank, context.tp_size, int(port)))
+    return VllmEngine(
+        keys.vllm_python, arguments, model, gpu, (context.tp_rank, context.tp_size, int(port))
+    )
 
 
 class VllmEngine(StreamedEngine):
     """Generates with vLLM in a process that `python`, the Python of vLLM's environment, runs.
 
-    `arguments` are those of vLLM's class LLM. New weights are collected and checked in `model`, in host memory. With
-    `gpu`, the name of a device, `model` is on that GPU while they arrive, and takes no memory at other times. `group`
-    is the rank in a tensor-parallel group, its size, and a port of this node at which its ranks meet.
+    `arguments` are those of vLLM's class LLM. New weights are collected and checked in `model`, in
+    host memory. With `gpu`, the name of a device, `model` is on that GPU while they arrive, and
+    takes no memory at other times. `group` is the rank in a tensor-parallel group, its size, and a
+    port of this node at which its ranks meet.
     """
 
     def __init__(
@@ -88,9 +112,13 @@ class VllmEngine(StreamedEngine):
     ) -> None:
         super().__init__(model if gpu is None else model.to("meta"))
         self._gpu, self.numbers = gpu, count()
-        self.abilities = set(ABILITIES) - (set() if arguments.get("enable_sleep_mode") else {"sleep"})
+        self.abilities = set(ABILITIES) - (
+            set() if arguments.get("enable_sleep_mode") else {"sleep"}
+        )
         ours, theirs = socket.socketpair()
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_OUR_RANKS}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in _OF_OUR_RANKS
+        }
         self._process = subprocess.Popen(
             [str(Path(python).expanduser()), "-P", str(_SCRIPT), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -110,8 +138,11 @@ class VllmEngine(StreamedEngine):
         return [found[number] for number in numbers]
 
     @contextmanager
-    def session(self, sampling: Sampling, num_requests: int = 0, max_tokens: int = 0) -> Iterator["_Session"]:
-        """Requests join and leave between decode steps. vLLM itself keeps the tokens of earlier turns."""
+    def session(
+        self, sampling: Sampling, num_requests: int = 0, max_tokens: int = 0
+    ) -> Iterator["_Session"]:
+        """Requests join and leave between decode steps. vLLM itself keeps the tokens of earlier
+        turns."""
         self.raise_if_not_ready()
         session = _Session(self, sampling)
         try:
@@ -120,7 +151,9 @@ class VllmEngine(StreamedEngine):
             if session.running:  # an error ended the session
                 self.ask("abort", list(session.running))
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None
+    ) -> None:
         if self._gpu is not None and self._arriving is None:
             self.model.to_empty(device=self._gpu)
             self.model.tie_weights()
@@ -129,13 +162,17 @@ class VllmEngine(StreamedEngine):
     def have_arrived(self) -> None:
         weights = file_weights(self.model)
         if self._gpu is None:
-            with tempfile.NamedTemporaryFile(dir=_SHARED_MEMORY, prefix="rolepool_weights_") as file:
+            with tempfile.NamedTemporaryFile(
+                dir=_SHARED_MEMORY, prefix="rolepool_weights_"
+            ) as file:
                 save_file(weights, file.name)
                 self.ask("update", file.name)
             return
         uuid = str(torch.cuda.get_device_properties(self._gpu).uuid)
         torch.cuda.synchronize()
-        self.ask("update_by_handles", {name: _shared(weight, uuid) for name, weight in weights.items()})
+        self.ask(
+            "update_by_handles", {name: _shared(weight, uuid) for name, weight in weights.items()}
+        )
         del weights
         self.model.to("meta")
         torch.cuda.ipc_collect()
@@ -158,7 +195,9 @@ class VllmEngine(StreamedEngine):
             answer, problem = self._connection.recv()
         except (EOFError, OSError):
             code = self._process.wait()
-            raise RolepoolError(f"vLLM's process ended with exit code {code}; its output says why") from None
+            raise RolepoolError(
+                f"vLLM's process ended with exit code {code}; its output says why"
+            ) from None
         if problem is not None:
             raise RuntimeError(f"vLLM failed in `{name}`:\n{problem}")
         return answer
@@ -172,14 +211,22 @@ class _Session:
         self._stops = [] if sampling.ignore_eos else list(sampling.stop_token_ids)
         self._how: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": self._stops}
         if not sampling.is_greedy:
-            self._how |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+            self._how |= {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+            }
         self.running: set[int] = set()
         """The numbers of requests that have not ended."""
 
     def submit(self, requests: Sequence[Request]) -> Sequence[int]:
         numbers, added = list(islice(self._engine.numbers, len(requests))), []
         for number, request in zip(numbers, requests, strict=True):
-            settings = {**self._how, "seed": request.seed, "max_tokens": request.max_new_tokens or self._limit}
+            settings = {
+                **self._how,
+                "seed": request.seed,
+                "max_tokens": request.max_new_tokens or self._limit,
+            }
             added.append((number, list(map(int, request.token_ids)), settings))
         self._engine.ask("submit", added)
         self.running.update(numbers)
@@ -188,20 +235,28 @@ class _Session:
     def step(self) -> list[tuple[int, Completion]]:
         ended = self._engine.ask("run", _STEPS_AT_ONCE)
         self.running.difference_update(number for number, _, _ in ended)
-        return [(number, self._engine.completion(tokens, scores, self._stops)) for number, tokens, scores in ended]
+        return [
+            (number, self._engine.completion(tokens, scores, self._stops))
+            for number, tokens, scores in ended
+        ]
 
 
 def file_weights(model: Any) -> dict[str, Tensor]:
-    """The weights of a model under the names in its files, which vLLM knows. In transformers some have other names, and
-    the experts of a layer are one tensor."""
+    """The weights of a model under the names in its files, which vLLM knows. In transformers some
+    have other names, and the experts of a layer are one tensor."""
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
     converted: dict[str, Tensor] = revert_weight_conversion(model, named)
     return {name: weight.contiguous() for name, weight in converted.items()}
 
 
 def _shared(weight: Tensor, uuid: str) -> tuple[str, list[int], dict[str, Any]]:
-    """What vLLM's interface for CUDA IPC is told about a tensor: dtype, shape, and the handle of its memory by GPU."""
-    return str(weight.dtype).removeprefix("torch."), list(weight.shape), {uuid: reduce_tensor(weight)[1]}
+    """What vLLM's interface for CUDA IPC is told about a tensor: dtype, shape, and the handle of
+    its memory by GPU."""
+    return (
+        str(weight.dtype).removeprefix("torch."),
+        list(weight.shape),
+        {uuid: reduce_tensor(weight)[1]},
+    )
 
 
 def _end(connection: Any, process: "subprocess.Popen[bytes]") -> None:

@@ -2,8 +2,9 @@
 
     python -P vllm_process.py FD
 
-Reads calls from the socket FD and answers each, until the socket closes. Owns what vLLM is asked to do. That
-environment does not have rolepool, so this file imports nothing from it, and all arguments are plain data.
+Reads calls from the socket FD and answers each, until the socket closes. Owns what vLLM is asked to
+do. That environment does not have rolepool, so this file imports nothing from it, and all arguments
+are plain data.
 """
 
 import os
@@ -33,9 +34,13 @@ class Server:
                 return f"tcp://127.0.0.1:{port}", rank, 0
 
         executor: Any = OneOfGroup if size > 1 else "uni"
-        self._llm = LLM(**arguments, tensor_parallel_size=size, distributed_executor_backend=executor)
+        self._llm = LLM(
+            **arguments, tensor_parallel_size=size, distributed_executor_backend=executor
+        )
         for memory in Path("/dev/shm").glob(f"{port}-*-cpushm_*"):
-            memory.unlink(missing_ok=True)  # all ranks have opened it, and nobody could remove it after a kill
+            memory.unlink(
+                missing_ok=True
+            )  # all ranks have opened it, and nobody could remove it after a kill
         self._engine, self._asleep = self._llm.llm_engine, set[str]()
         if "weight_transfer_config" in arguments:
             self._llm.init_weight_transfer_engine({"init_info": {}})
@@ -48,29 +53,45 @@ class Server:
             self._engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
 
     def run(self, num_steps: int) -> list[tuple[int, list[int], list[float]]]:
-        """Decode so many times. Returns number, tokens and log-probs of the requests that have ended."""
+        """Decode so many times. Returns number, tokens and log-probs of the requests that have
+        ended."""
         answers = []
         while num_steps > 0 and self._engine.has_unfinished_requests():
             num_steps -= 1
-            for output in self._engine.step():  # FINAL_ONLY: there is none before a request has ended
+            for (
+                output
+            ) in self._engine.step():  # FINAL_ONLY: there is none before a request has ended
                 tokens = list(output.outputs[0].token_ids)
                 pairs = zip(tokens, output.outputs[0].logprobs, strict=True)
-                answers.append((int(output.request_id), tokens, [entry[token].logprob for token, entry in pairs]))
+                answers.append(
+                    (
+                        int(output.request_id),
+                        tokens,
+                        [entry[token].logprob for token, entry in pairs],
+                    )
+                )
         return answers
 
     def abort(self, numbers: Sequence[int]) -> None:
         self._engine.abort_request([str(number) for number in numbers])
 
     def update(self, file: str) -> None:
-        """Take all weights from a safetensors file, and drop what was computed with the old ones."""
+        """Take all weights from a safetensors file, and drop what was computed with the old
+        ones."""
         self.wake("weights")
         self._llm.collective_rpc(_reload, args=(file,))
         self._llm.reset_prefix_cache()
 
     def update_by_handles(self, weights: dict[str, tuple[str, list[int], dict[str, Any]]]) -> None:
-        """The same with the dtype, the shape and the memory of each weight, for vLLM's interface for CUDA IPC."""
+        """The same with the dtype, the shape and the memory of each weight, for vLLM's interface
+        for CUDA IPC."""
         dtypes, shapes, handles = map(list, zip(*weights.values(), strict=True))
-        update = {"names": list(weights), "dtype_names": dtypes, "shapes": shapes, "ipc_handles": handles}
+        update = {
+            "names": list(weights),
+            "dtype_names": dtypes,
+            "shapes": shapes,
+            "ipc_handles": handles,
+        }
         self.wake("weights")
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": update})
@@ -92,7 +113,9 @@ class Server:
 def _reload(worker: Any, file: str) -> None:
     worker.model_runner.reload_weights(weights_iterator=iter(load_file(file).items()))
     head = getattr(worker.model_runner.get_model(), "lm_head", None)
-    if head is not None:  # on a CPU it has a packed copy of its weight, which vLLM 0.32 keeps if the weight is tied
+    if (
+        head is not None
+    ):  # on a CPU it has a packed copy of its weight, which vLLM 0.32 keeps if the weight is tied
         head.quant_method.process_weights_after_loading(head)
 
 

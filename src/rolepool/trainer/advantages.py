@@ -1,8 +1,10 @@
-"""Between scoring and updating: rewards, KL penalty, advantages, and the metrics that describe them.
+"""Between scoring and updating: rewards, KL penalty, advantages, and the metrics that describe
+them.
 
-This is the only place where the driver waits in a step. It fetches only what advantages need, a few numbers per token.
-If the reward has no KL penalty, log-probs may still be computed while the critic's update starts. Columns are ragged
-outside of this module, and padded to the longest response here, because the algorithms take padded tensors.
+This is the only place where the driver waits in a step. It fetches only what advantages need, a few
+numbers per token. If the reward has no KL penalty, log-probs may still be computed while the
+critic's update starts. Columns are ragged outside of this module, and padded to the longest
+response here, because the algorithms take padded tensors.
 """
 
 from dataclasses import dataclass
@@ -34,7 +36,8 @@ class Estimated:
     """The numbers of prompt and response tokens."""
     scored: DataProto
     tensors: dict[str, Tensor]
-    """Padded, [rows, longest response]: token_level_scores and _rewards, advantages, returns, and values if any."""
+    """Padded, [rows, longest response]: token_level_scores and _rewards, advantages, returns, and
+    values if any."""
     metrics: dict[str, float]
     mask: Tensor
     """The response tokens that were sampled, of the same shape."""
@@ -56,14 +59,17 @@ PER_TOKEN = ("values", "old_log_probs", "ref_log_prob")
 
 
 class Estimator:
-    """Estimates advantages. Holds the KL controller, whose coefficient changes from step to step."""
+    """Estimates advantages. Holds the KL controller, whose coefficient changes from step to
+    step."""
 
     def __init__(self, config: Config) -> None:
         self.config, keys = config, config.algorithm
         self.kl_controller = KLController(keys.kl_ctrl)
         self.needs = adv_estimators.needs_of(keys.adv_estimator)
         if "values" in self.needs and not config.uses_critic:
-            raise ConfigError(f"algorithm.adv_estimator={keys.adv_estimator}: it needs values; set critic.enable=true")
+            raise ConfigError(
+                f"algorithm.adv_estimator={keys.adv_estimator}: it needs values; set critic.enable=true"
+            )
 
     def estimate(
         self,
@@ -73,8 +79,8 @@ class Estimator:
         baselines: DataProtoFuture | None,
         *per_token: DataProtoFuture | None,
     ) -> Estimated:
-        """Advantages and returns. `per_token` are the critic's values, and the log-probs of actor and reference if a KL
-        penalty needs them."""
+        """Advantages and returns. `per_token` are the critic's values, and the log-probs of actor
+        and reference if a KL penalty needs them."""
         sizes, scored = rollouts.get(keys=(*SIZES, *OF_TURNS)), scores.get()
         lengths: Tensor = sizes.batch["num_response_tokens"]
         mask = sampled_mask(sizes.batch, lengths)
@@ -87,10 +93,14 @@ class Estimator:
             scores_of_prompts = baselines.get(keys=["scores"]).batch["scores"]
             of_greedy = scores_of_prompts.repeat_interleave(len(prompts) // len(scores_of_prompts))
         given = (rollouts, scores, baselines, *per_token)
-        after = tuple(call.number for future in given if future is not None for call in future.calls)
+        after = tuple(
+            call.number for future in given if future is not None for call in future.calls
+        )
         with driver_span("adv", next_call_number(), after) as ended:
             metrics = self._estimate(prompts.non_tensor_batch["uid"], tensors, mask, of_greedy)
-            made = DataProto.from_dict({key: unpad(tensors[key], lengths) for key in ("advantages", "returns")})
+            made = DataProto.from_dict(
+                {key: unpad(tensors[key], lengths) for key in ("advantages", "returns")}
+            )
         return Estimated(made, sizes, scored, tensors, metrics, mask, self.config, ended())
 
     def _estimate(
@@ -102,19 +112,26 @@ class Estimator:
         if keys.use_kl_in_reward:
             coefficient = self.kl_controller.value
             log_probs = tensors["old_log_probs"], tensors["ref_log_prob"]
-            rewards, current_kl = apply_kl_penalty(rewards, *log_probs, mask, coefficient, keys.kl_penalty)
+            rewards, current_kl = apply_kl_penalty(
+                rewards, *log_probs, mask, coefficient, keys.kl_penalty
+            )
             self.kl_controller.update(float(current_kl), len(mask))
-            metrics |= {"actor/reward_kl_penalty": float(current_kl), "actor/reward_kl_penalty_coeff": coefficient}
+            metrics |= {
+                "actor/reward_kl_penalty": float(current_kl),
+                "actor/reward_kl_penalty_coeff": coefficient,
+            }
         settings = keys.model_dump(include={"gamma", "lam", "norm_adv_by_std_in_grpo"})
         inputs = {"values": tensors.get("values"), "index": uids, "reward_baselines": baselines}
-        advantages, returns = compute_advantage(keys.adv_estimator, rewards, mask, config=keys, **settings, **inputs)
+        advantages, returns = compute_advantage(
+            keys.adv_estimator, rewards, mask, config=keys, **settings, **inputs
+        )
         tensors.update(token_level_rewards=rewards, advantages=advantages, returns=returns)
         return metrics
 
 
 def token_level_scores(rollouts: DataProto, scored: DataProto, num_tokens: int) -> Tensor:
-    """[rows, num_tokens]: the score of each row at its last token, which the policy sampled. What an environment gave
-    for single turns is at their last tokens."""
+    """[rows, num_tokens]: the score of each row at its last token, which the policy sampled. What
+    an environment gave for single turns is at their last tokens."""
     scores, columns = scored.batch["scores"], rollouts.batch
     is_last = torch.arange(num_tokens) == columns["num_response_tokens"][:, None] - 1
     if TURN_SCORES not in columns:
@@ -124,10 +141,11 @@ def token_level_scores(rollouts: DataProto, scored: DataProto, num_tokens: int) 
 
 
 def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
-    """Score, reward, advantage, return, value, length and entropy metrics of the batch, by verl's definitions.
+    """Score, reward, advantage, return, value, length and entropy metrics of the batch, by verl's
+    definitions.
 
-    A response without tokens is called aborted; its score and reward do not count. If all responses are aborted, there
-    are no metrics of scores, rewards, advantages, returns, values and log-probs.
+    A response without tokens is called aborted; its score and reward do not count. If all responses
+    are aborted, there are no metrics of scores, rewards, advantages, returns, values and log-probs.
     """
     tensors, mask, sizes = estimated.tensors, estimated.mask, estimated.sizes.batch
     num_prompt, num_response = (sizes[key] for key in SIZES)
@@ -150,8 +168,11 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
     }
     if RESPONSE_MASK in sizes:
         columns["environment_length"] = num_response - num_sampled
-    # All modes aggregate the sums or means of rows, so each token can stand for the mean of its row.
-    entropies = (scored.batch["entropy_sums"] / num_sampled.clamp(min=1))[:, None].expand(mask.shape)
+    # All modes aggregate the sums or means of rows, so each token can stand for the mean of its
+    # row.
+    entropies = (scored.batch["entropy_sums"] / num_sampled.clamp(min=1))[:, None].expand(
+        mask.shape
+    )
     scale = actor_keys.loss_scale_factor
     counts = LossCounts.of(mask, data_keys.max_response_length if scale is None else scale)
     metrics = {
@@ -166,7 +187,9 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
     if "values" in tensors and has_tokens:
         values = tensors["values"]
         columns["critic/values"] = values[mask]
-        metrics["critic/vf_explained_var"] = float(compute_explained_variance(tensors["returns"], values, mask))
+        metrics["critic/vf_explained_var"] = float(
+            compute_explained_variance(tensors["returns"], values, mask)
+        )
     if "rollout_log_probs" in scored.batch and has_tokens:
         metrics.update(_probs_diff(scored, mask))
     for name, column in columns.items():
@@ -192,7 +215,8 @@ def _probs_diff(scored: DataProto, mask: Tensor) -> dict[str, float]:
 def reward_numbers(scored: DataProto) -> dict[str, Any]:
     """The numbers besides the score, as arrays by name. A row that has no number of a name has NaN.
 
-    Those that a reward function returned are `reward/NAME`; a role of the user may return any numeric columns.
+    Those that a reward function returned are `reward/NAME`; a role of the user may return any
+    numeric columns.
     """
     columns = dict(scored.non_tensor_batch)
     columns.pop(PRED, None)

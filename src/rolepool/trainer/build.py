@@ -1,7 +1,7 @@
 """From a plan to roles that can be called.
 
-Owns which process gets which role, and how the actor's weights reach the rollout: that follows from the plan. Which
-class plays which role is in the table of `rolepool.placement.roles`.
+Owns which process gets which role, and how the actor's weights reach the rollout: that follows from
+the plan. Which class plays which role is in the table of `rolepool.placement.roles`.
 """
 
 import os
@@ -60,10 +60,11 @@ def build_roles(
     reward: Reward | None = None,
     num_helpers: int = 1,
 ) -> Roles:
-    """Build every role that its pool does not have yet, all pools at the same time, and wait until they are ready.
-    A rule reward gets this number of helper processes.
+    """Build every role that its pool does not have yet, all pools at the same time, and wait until
+    they are ready. A rule reward gets this number of helper processes.
 
-    Raises ConfigError if a node does not have a model folder, because its processes would look for it on the hub.
+    Raises ConfigError if a node does not have a model folder, because its processes would look for
+    it on the hub.
     """
     plan = cluster.plan
     tokenizer_key = "actor_rollout_ref.model.tokenizer_path"
@@ -79,7 +80,9 @@ def build_roles(
     stop_token_ids = stop_tokens_of(config, tokenizer)
     micro_batches = estimate_memory(config, plan, cluster.gpu_memory_bytes).micro_batches
     policy_loss = policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    setup = Setup(num_steps, dtype, micro_batches, stop_token_ids, tokenizer.pad_token_id, policy_loss, reward)
+    setup = Setup(
+        num_steps, dtype, micro_batches, stop_token_ids, tokenizer.pad_token_id, policy_loss, reward
+    )
     proxies: dict[Role, RoleProxy] = {}
     for role, spec in ROLE_SPECS.items():
         if role in plan.roles:
@@ -96,13 +99,16 @@ def build_roles(
         )
     for proxy in proxies.values():
         proxy.ready.get()
-    ready: dict[str, RoleProxy] = {role: proxy.with_blocking(False) for role, proxy in proxies.items()}
+    ready: dict[str, RoleProxy] = {
+        role: proxy.with_blocking(False) for role, proxy in proxies.items()
+    }
     sync = sync_here if plan.roles[Role.Actor] == plan.roles[Role.Rollout] else sync_across
     return Roles(ready, sync(ready[Role.Actor], ready[Role.Rollout]))
 
 
 def stop_tokens_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a response: that of the tokenizer, and those that the files of the model and the config name.
+    """The tokens that end a response: that of the tokenizer, and those that the files of the model
+    and the config name.
 
     A file of a model on the hub is downloaded, as the model itself is.
     """
@@ -127,12 +133,15 @@ def check_inputs(config: Config, plan: Plan, reward: Reward | None = None) -> In
     if Role.RewardModel not in plan.roles:
         num_helpers = num_helpers_for(load_reward_function(config, reward), config)
     elif reward is not None:
-        raise ConfigError("reward: it is not used, because reward_model.enable=true; remove one of the two")
+        raise ConfigError(
+            "reward: it is not used, because reward_model.enable=true; remove one of the two"
+        )
     return Inputs(models, num_helpers)
 
 
 def num_helpers_for(function: RewardFunction | WeightedRewards, config: Config) -> int:
-    """How many helper processes a reward gets. A function for whole batches must get all rows of a batch in one."""
+    """How many helper processes a reward gets. A function for whole batches must get all rows of a
+    batch in one."""
     if function.takes_batches:
         return 1
     num_helpers = min(max(1, (os.cpu_count() or 1) // CPUS_PER_HELPER), MAX_HELPERS)
@@ -143,9 +152,9 @@ def num_helpers_for(function: RewardFunction | WeightedRewards, config: Config) 
 
 
 def check_prompts(config: Config, models: Models, prompts: Sequence[PromptSet]) -> None:
-    """Raise an error, before a process starts, if a model cannot read the prompts: if policy or critic do not have one
-    of their tokens, or if a reward model cannot read what the policy writes. The chat template of a reward model is
-    tried with the first prompt of each set."""
+    """Raise an error, before a process starts, if a model cannot read the prompts: if policy or
+    critic do not have one of their tokens, or if a reward model cannot read what the policy writes.
+    The chat template of a reward model is tried with the first prompt of each set."""
     for section, model in models.items():
         keys, vocab_size = config.at(section), model.get_text_config().vocab_size
         if not isinstance(keys, RewardModelModelConfig):
@@ -162,12 +171,16 @@ def sync_here(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[Call
 
 
 def sync_across(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:
-    """Weights go from the actor's rank 0 through shared memory to every rollout process, a few layers at a time.
+    """Weights go from the actor's rank 0 through shared memory to every rollout process, a few
+    layers at a time.
 
-    This cannot deadlock, because both pools get their calls in the same order, and no call waits for the other pool.
+    This cannot deadlock, because both pools get their calls in the same order, and no call waits
+    for the other pool.
     """
     names: list[str] = actor.weight_names().get()
-    groups = [names[start : start + WEIGHTS_PER_CALL] for start in range(0, len(names), WEIGHTS_PER_CALL)]
+    groups = [
+        names[start : start + WEIGHTS_PER_CALL] for start in range(0, len(names), WEIGHTS_PER_CALL)
+    ]
 
     def sync(version: int) -> list[CallFuture]:
         versions = [*[None] * (len(groups) - 1), version]  # the last call gives the version

@@ -1,7 +1,9 @@
-"""Checkpoints of a run: saving, finding the one to resume from, and exporting one as a Hugging Face folder.
+"""Checkpoints of a run: saving, finding the one to resume from, and exporting one as a Hugging Face
+folder.
 
-Owns `trainer.json`, which checkpoints are kept, and which steps are too bad to be saved, with the error that ends a
-run whose training has diverged. `models.checkpoint` owns the folder of each model.
+Owns `trainer.json`, which checkpoints are kept, and which steps are too bad to be saved, with the
+error that ends a run whose training has diverged. `models.checkpoint` owns the folder of each
+model.
 """
 
 from collections.abc import Iterable, Mapping
@@ -50,7 +52,8 @@ class Checkpoints:
         return "there is no checkpoint" if newest is None else f"the last checkpoint is {newest}"
 
     def find(self) -> tuple[Path, Position] | None:
-        """The checkpoint to resume from, and the state of the run when it was saved; None starts a new run."""
+        """The checkpoint to resume from, and the state of the run when it was saved; None starts a
+        new run."""
         if self._keys.resume_mode == "disable":
             return None
         is_auto = self._keys.resume_mode == "auto"
@@ -60,7 +63,9 @@ class Checkpoints:
             path = Path(self._keys.resume_from_path or "").expanduser()
         if path is None:
             return None
-        missing = " and no ".join(part for part in ("trainer.json", *self._parts) if not (path / part).exists())
+        missing = " and no ".join(
+            part for part in ("trainer.json", *self._parts) if not (path / part).exists()
+        )
         if missing:
             where = f"trainer.resume_from_path={path}:"
             fix = "give the folder of a checkpoint, such as runs/NAME/checkpoints/step_000010"
@@ -88,7 +93,9 @@ class Checkpoints:
         """Write a checkpoint atomically, then remove the checkpoints that are no longer kept."""
         final = model_files.checkpoint_folder(self._folder.path.absolute(), position.step)
         temporary = model_files.temporary_folder(final)
-        for call in [role.save_checkpoint(str(temporary / name)) for name, role in roles.trained.items()]:
+        for call in [
+            role.save_checkpoint(str(temporary / name)) for name, role in roles.trained.items()
+        ]:
             call.get()
         state = temporary / "trainer.json"
         state.write_text(position.model_dump_json(indent=2), encoding="utf-8")
@@ -105,9 +112,13 @@ class Checkpoints:
         for name, role in trained.items():
             if isinstance(folder, Path):
                 fix = "copy the checkpoint there, or to a folder that all nodes share"
-                role.group.check_exists(f"trainer.resume_from_path={folder}", folder.absolute() / name, fix)
+                role.group.check_exists(
+                    f"trainer.resume_from_path={folder}", folder.absolute() / name, fix
+                )
             nodes = [process.node_id for process in role.group.processes]
-            by_node = dict.fromkeys(nodes, folder.absolute()) if isinstance(folder, Path) else folder
+            by_node = (
+                dict.fromkeys(nodes, folder.absolute()) if isinstance(folder, Path) else folder
+            )
             loads.append(role.load_checkpoint([str(by_node[node] / name) for node in nodes]))
         for call in loads:
             call.get()
@@ -116,8 +127,9 @@ class Checkpoints:
 class BadSteps:
     """The number of bad steps in a row of each trained role.
 
-    A step is bad for a role that skipped all its updates of the step, because no gradient was finite. A step in which
-    no response has a token makes no update either, but says nothing about gradients: it does not count.
+    A step is bad for a role that skipped all its updates of the step, because no gradient was
+    finite. A step in which no response has a token makes no update either, but says nothing about
+    gradients: it does not count.
     """
 
     def __init__(self, loaded: LoadedConfig, checkpoints: Checkpoints) -> None:
@@ -131,12 +143,16 @@ class BadSteps:
         return f"{' and '.join(roles)} made no finite update in it" if roles else None
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Count a step by its row of metrics. Raises DivergedError after too many bad steps in a row."""
+        """Count a step by its row of metrics. Raises DivergedError after too many bad steps in a
+        row."""
         skipped = []
         for role in self._num_in_a_row:
             if f"{role}/updates" not in metrics:  # the actor, while the critic warms up
                 continue
-            num_made, num_skipped = int(metrics[f"{role}/updates"]), int(metrics[f"{role}/skipped_updates"])
+            num_made, num_skipped = (
+                int(metrics[f"{role}/updates"]),
+                int(metrics[f"{role}/skipped_updates"]),
+            )
             if num_made:
                 self._num_in_a_row[role] = 0
             elif num_skipped:
@@ -144,15 +160,25 @@ class BadSteps:
             if num_skipped:
                 skipped.append(f"{num_skipped} of {num_made + num_skipped} updates of {role}")
         if skipped:
-            logger.warning("step %d: skipped %s because the gradients are not finite", step, " and ".join(skipped))
+            logger.warning(
+                "step %d: skipped %s because the gradients are not finite",
+                step,
+                " and ".join(skipped),
+            )
         limit = self._loaded.config.trainer.max_bad_steps
         diverged = [role for role, number in self._num_in_a_row.items() if number >= limit]
         if diverged:
-            keys = [f"{ROLE_SPECS[role].section}.{name}" for role in diverged for name in ("optim.lr", "grad_clip")]
+            keys = [
+                f"{ROLE_SPECS[role].section}.{name}"
+                for role in diverged
+                for name in ("optim.lr", "grad_clip")
+            ]
             values = " or ".join(f"{key}={show(self._loaded.value_of(key))}" for key in keys)
             what = f"{' and '.join(diverged)} made no finite update in the last {limit} steps, up to step {step}"
             fix = f"lower {values}, or look for rewards that are too large; {self._checkpoints.newest_in_words}"
-            raise DivergedError(f"{what} (trainer.max_bad_steps={limit}): training has diverged; {fix}")
+            raise DivergedError(
+                f"{what} (trainer.max_bad_steps={limit}): training has diverged; {fix}"
+            )
 
 
 def _check(folder: Path) -> None:
@@ -173,22 +199,34 @@ def _position(folder: Path) -> Position:
 
 
 def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") -> Path:
-    """Write a role's model for `from_pretrained`. Step None means the newest checkpoint. Returns the checkpoint."""
+    """Write a role's model for `from_pretrained`. Step None means the newest checkpoint. Returns
+    the checkpoint."""
     config = load_saved(run).config
     if role not in trained_roles():
-        raise ConfigError(f"--role {role}: not a role that is trained; use {' or '.join(trained_roles())}")
-    saved = model_files.newest_checkpoint(run, [role]) if step is None else model_files.checkpoint_folder(run, step)
+        raise ConfigError(
+            f"--role {role}: not a role that is trained; use {' or '.join(trained_roles())}"
+        )
+    saved = (
+        model_files.newest_checkpoint(run, [role])
+        if step is None
+        else model_files.checkpoint_folder(run, step)
+    )
     if saved is None or not (saved / role).is_dir():
-        steps = sorted(path.name for path in (run / "checkpoints").glob("step_*") if (path / role).is_dir())
+        steps = sorted(
+            path.name for path in (run / "checkpoints").glob("step_*") if (path / role).is_dir()
+        )
         where = "" if step is None else f" at step {step}"
         fix = f"there are {', '.join(steps)}" if steps else "set trainer.save_freq when training"
         raise ConfigError(f"{run}: no checkpoint of {role}{where}; {fix}")
     key = f"{ROLE_SPECS[Role(role)].model}.path"
     model = str(config.at(key))
     with explained(f"{key}={model}: not found", "run the export on a machine that has it"):
-        # In a local folder, or in the local copy of a hub model. Nothing is downloaded that a run folder names.
+        # In a local folder, or in the local copy of a hub model. Nothing is downloaded that a run
+        # folder names.
         model_config = str(cached_file(model, "config.json", local_files_only=True))
     tokenizer_folder = model_folder(config.actor_rollout_ref.model.tokenizer)
     with explained(f"{out_dir}: cannot be written", "name another folder", SafetensorError):
-        model_files.export_hf(saved / role, Path(model_config).parent, out_dir, tokenizer_dir=tokenizer_folder)
+        model_files.export_hf(
+            saved / role, Path(model_config).parent, out_dir, tokenizer_dir=tokenizer_folder
+        )
     return saved

@@ -1,6 +1,8 @@
-"""A training run in the terminal: its start, a progress bar, a line of metrics for each step, a summary at the end.
+"""A training run in the terminal: its start, a progress bar, a line of metrics for each step, a
+summary at the end.
 
-Owns the text. Every number comes from the metrics of a step. Imports nothing that is slow to import.
+Owns the text. Every number comes from the metrics of a step. Imports nothing that is slow to
+import.
 """
 
 import time
@@ -22,12 +24,14 @@ SHORT_LINE: dict[str, tuple[str, ...]] = {
     "length {:.0f}": ("response_length/mean",),
     "{:.2f} s": ("timing_s/step",),
 }
-"""Parts of the line of a step, each with the metrics it may come from; the first that the step has is shown."""
+"""Parts of the line of a step, each with the metrics it may come from; the first that the step has
+is shown."""
 
 OnStep = Callable[[int, dict[str, float]], object]
 """Called with the number of a step and its metrics."""
 OnValidation = Callable[[int, dict[str, float], list[dict[str, Any]]], object]
-"""Called with the number of the last step, the metrics of the validation, and all responses with their scores."""
+"""Called with the number of the last step, the metrics of the validation, and all responses with
+their scores."""
 
 
 def short_line(step: int, metrics: Mapping[str, float]) -> str:
@@ -35,7 +39,9 @@ def short_line(step: int, metrics: Mapping[str, float]) -> str:
     parts = [f"step {step}/{metrics['training/num_steps']:.0f}"]
     for form, names in SHORT_LINE.items():
         parts += [form.format(metrics[name]) for name in names if name in metrics][:1]
-    return "  ".join([*parts, f"{metrics['perf/total_num_tokens'] / metrics['timing_s/step']:,.0f} tokens/s"])
+    return "  ".join(
+        [*parts, f"{metrics['perf/total_num_tokens'] / metrics['timing_s/step']:,.0f} tokens/s"]
+    )
 
 
 class Observer:
@@ -45,7 +51,8 @@ class Observer:
         """A part of the start begins, such as loading models; the part before it has ended."""
 
     def on_notice(self, line: str) -> None:
-        """Where the run starts, where an earlier run was moved, or why a checkpoint is not saved."""
+        """Where the run starts, where an earlier run was moved, or why a checkpoint is not
+        saved."""
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
         """A row of metrics was written."""
@@ -58,21 +65,33 @@ class Observer:
 
 
 class TrainingConsole(Observer):
-    """Shows metrics as they arrive. Use it as the `observer` of a Trainer, inside `with console.progress_of(steps)`.
+    """Shows metrics as they arrive. Use it as the `observer` of a Trainer, inside `with
+    console.progress_of(steps)`.
 
-    `loggers` is the value of trainer.logger. With `console` there is a short line for each step, with `verl` a line
-    with all metrics. `on_step` is called after each step, and `on_validation` after each validation.
+    `loggers` is the value of trainer.logger. With `console` there is a short line for each step,
+    with `verl` a line with all metrics. `on_step` is called after each step, and `on_validation`
+    after each validation.
     """
 
     def __init__(
-        self, loggers: Sequence[str], on_step: OnStep | None = None, on_validation: OnValidation | None = None
+        self,
+        loggers: Sequence[str],
+        on_step: OnStep | None = None,
+        on_validation: OnValidation | None = None,
     ) -> None:
         self._console = Terminal(soft_wrap=True)
         self._loggers, self._on_step, self._on_validation = loggers, on_step, on_validation
         self._phase: tuple[str, float] | None = None
         description = TextColumn("{task.description}", markup=False)
-        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), description, TimeRemainingColumn())
-        self.progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        columns = (
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            description,
+            TimeRemainingColumn(),
+        )
+        self.progress = Progress(
+            *columns, console=self._console, disable=not self._console.is_terminal
+        )
         self._task = self.progress.add_task("starting", total=None)
         self.rewards: list[float] = []
         self._samples: list[dict[str, Any]] = []
@@ -111,7 +130,9 @@ class TrainingConsole(Observer):
         if score is not None and "verl" not in self._loggers:
             self._console.print(f"validation after step {step}: mean reward {score:.3f}")
         self._metrics = metrics
-        if self._on_step is not None and "timing_s/step" in metrics:  # not the row of a validation or of a checkpoint
+        if (
+            self._on_step is not None and "timing_s/step" in metrics
+        ):  # not the row of a validation or of a checkpoint
             self._on_step(step, metrics)
 
     def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
@@ -125,16 +146,20 @@ class TrainingConsole(Observer):
         self._samples_title = f"responses of training step {step}"
 
     def print_summary(self, run_folder: Path) -> None:
-        """Print the newest responses, the reward curve, the scores of validations, the number of restarts, and the run
-        folder."""
+        """Print the newest responses, the reward curve, the scores of validations, the number of
+        restarts, and the run folder."""
         if self._samples:
             self._console.print(self._table_of_samples())
         if self.rewards:
-            self._console.print(f"reward  {sparkline(self.rewards)}  {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}")
+            self._console.print(
+                f"reward  {sparkline(self.rewards)}  {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}"
+            )
         if self.validations:
             self._console.print(validations_in_words(self.validations))
         if num_restarts := len(event_lines(Path(run_folder), "restart")):
-            self._console.print(f"restarts: {num_restarts}; `rolepool report {run_folder}` lists them")
+            self._console.print(
+                f"restarts: {num_restarts}; `rolepool report {run_folder}` lists them"
+            )
         self._console.print(f"run folder: {run_folder}")
 
     def _table_of_samples(self) -> Table:
@@ -142,7 +167,9 @@ class TrainingConsole(Observer):
         for column in ("question", "response", "ground truth", "score"):
             table.add_column(column, overflow="ellipsis", no_wrap=True, max_width=40)
         for row in self._samples:
-            table.add_row(*(cell(row[key]) for key in ("question", "response", "ground_truth", "score")))
+            table.add_row(
+                *(cell(row[key]) for key in ("question", "response", "ground_truth", "score"))
+            )
         return table
 
 
@@ -154,6 +181,7 @@ def cell(value: object) -> str:
 
 
 def validations_in_words(validations: Sequence[tuple[int, float]]) -> str:
-    """`validation: 0.090 after step 0, 0.996 after step 60`: the first and the last validation of this run."""
+    """`validation: 0.090 after step 0, 0.996 after step 60`: the first and the last validation of
+    this run."""
     ends = [validations[0], validations[-1]] if len(validations) > 1 else validations
     return "validation: " + ", ".join(f"{score:.3f} after step {step}" for step, score in ends)

@@ -1,7 +1,7 @@
 """The training loop: steps, validation, checkpoints and metrics, until the last step or epoch.
 
-Owns the order of things around a step. A step's row is written when its last call has ended, which is after the next
-step has begun. Saving and validating wait for that.
+Owns the order of things around a step. A step's row is written when its last call has ended, which
+is after the next step has begun. Saving and validating wait for that.
 """
 
 import signal
@@ -62,12 +62,13 @@ from rolepool.trainer.step import StepCalls, TrainedCalls
 from rolepool.trainer.supervisor import Death
 
 SAME_SIGNAL_S = 0.3
-"""Signals within this time count as one. `timeout` sends two: to its child, and to the child's process group."""
+"""Signals within this time count as one. `timeout` sends two: to its child, and to the child's
+process group."""
 
 
 class Interrupt:
-    """Ctrl-C or SIGTERM. In a step, the first lets the step finish and the second drops it. Outside of steps, the first
-    one ends the run."""
+    """Ctrl-C or SIGTERM. In a step, the first lets the step finish and the second drops it. Outside
+    of steps, the first one ends the run."""
 
     def __init__(self) -> None:
         self.asked = self.in_steps = False
@@ -76,7 +77,8 @@ class Interrupt:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Handle signals in the block; in the main thread only, because Python delivers them nowhere else."""
+        """Handle signals in the block; in the main thread only, because Python delivers them
+        nowhere else."""
         is_main = threading.current_thread() is threading.main_thread()
         with ExitStack() as restored:
             for number in (signal.SIGINT, signal.SIGTERM) if is_main else ():
@@ -100,7 +102,9 @@ class Interrupt:
 class Trainer:
     """A training run, from the config to the last step."""
 
-    def __init__(self, loaded: LoadedConfig, dtype: torch.dtype = torch.float32, reward: Reward | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedConfig, dtype: torch.dtype = torch.float32, reward: Reward | None = None
+    ) -> None:
         self.loaded, self.dtype, self.reward = loaded, dtype, reward
         self.config: Config = loaded.config
         self.observer = Observer()
@@ -113,11 +117,17 @@ class Trainer:
         seed = keys.seed if data.seed is None else data.seed
         prompts = PromptSet("train", self.config, self.tokenizer, reward)
         self.loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
-        self.val_prompts = PromptSet("val", self.config, self.tokenizer, reward) if data.val_files else None
+        self.val_prompts = (
+            PromptSet("val", self.config, self.tokenizer, reward) if data.val_files else None
+        )
         if self.val_prompts is not None:
             self.val_prompts.leave_out(prompts)
-        check_prompts(self.config, inputs.models, [prompts, *([self.val_prompts] if self.val_prompts else [])])
-        self.num_steps = keys.total_training_steps or keys.total_epochs * self.loader.num_steps_per_epoch
+        check_prompts(
+            self.config, inputs.models, [prompts, *([self.val_prompts] if self.val_prompts else [])]
+        )
+        self.num_steps = (
+            keys.total_training_steps or keys.total_epochs * self.loader.num_steps_per_epoch
+        )
         # -1 stays -1, which means never. Without a number it happens once, after the last step.
         self.save_freq = keys.save_freq or self.num_steps
         self.test_freq = keys.test_freq or self.num_steps
@@ -144,7 +154,10 @@ class Trainer:
         with self.interrupt.watch(), self.folder.hold():
             saved, position = self.checkpoints.find() or (None, self._position(0))
             self.start_step = position.step
-            resumes_here = saved is not None and saved.resolve().parent == (self.folder.path / "checkpoints").resolve()
+            resumes_here = (
+                saved is not None
+                and saved.resolve().parent == (self.folder.path / "checkpoints").resolve()
+            )
             if not resumes_here:
                 self.folder.check_is_ours()
                 if self.config.trainer.val_only and self.folder.holds_a_run:
@@ -154,8 +167,16 @@ class Trainer:
                         f"{self.folder.path} holds a run; name another folder, or validate the newest checkpoint of "
                         "that run with trainer.resume_mode=auto"
                     )
-            if saved is not None and self.start_step >= self.num_steps and not self.config.trainer.val_only:
-                name = "total_training_steps" if self.config.trainer.total_training_steps else "total_epochs"
+            if (
+                saved is not None
+                and self.start_step >= self.num_steps
+                and not self.config.trainer.val_only
+            ):
+                name = (
+                    "total_training_steps"
+                    if self.config.trainer.total_training_steps
+                    else "total_epochs"
+                )
                 self.observer.on_notice(
                     f"nothing left to do: {saved} is the checkpoint of step {self.start_step}, and "
                     f"trainer.{name}={self.config.at(f'trainer.{name}')} ends with step {self.num_steps}; raise it to "
@@ -170,16 +191,23 @@ class Trainer:
                 remove_unfinished(self.folder.path)
 
     def _run(self, saved: Path | None, position: Position, after_step: int | None) -> None:
-        """Start the processes, then train. An earlier run is not touched before everything has started."""
+        """Start the processes, then train. An earlier run is not touched before everything has
+        started."""
         if self.save_freq < 0 and not self.config.trainer.val_only:
             lost = "if the driver is killed, all its steps are lost"
             self.observer.on_notice(f"no checkpoint will be saved (trainer.save_freq=-1): {lost}")
         with ExitStack() as cleanup:
             self._start(saved, position, cleanup)
-            if after_step is None or not self.config.trainer.val_only:  # a validation is added to its run
+            if (
+                after_step is None or not self.config.trainer.val_only
+            ):  # a validation is added to its run
                 aside = self.folder.begin(after_step)
                 if aside is not None:
-                    what = "an earlier run" if after_step is None else f"what came after step {after_step}"
+                    what = (
+                        "an earlier run"
+                        if after_step is None
+                        else f"what came after step {after_step}"
+                    )
                     self.observer.on_notice(f"{what} was moved to {aside}")
                 self._add_plan(self.start_step + 1)
                 if self._sharding.times:
@@ -187,7 +215,13 @@ class Trainer:
             if self.death is not None:
                 step = max(self.death.step, self.start_step) + 1
                 seconds = time.time() - self.death.time_s
-                self.folder.add_event("restart", step, self.death.what, seconds, repeated_from_step=self.start_step + 1)
+                self.folder.add_event(
+                    "restart",
+                    step,
+                    self.death.what,
+                    seconds,
+                    repeated_from_step=self.start_step + 1,
+                )
             self.loggers = Loggers(self.config, self.folder.path)
             cleanup.callback(self.loggers.close)
             self.watchdog.begin("starting")
@@ -195,7 +229,8 @@ class Trainer:
             self._train()
 
     def _start(self, saved: Path | None, position: Position, cleanup: ExitStack) -> None:
-        """Start all processes and build the roles. If a process dies meanwhile, all are started again."""
+        """Start all processes and build the roles. If a process dies meanwhile, all are started
+        again."""
         try:
             self._start_once(saved, position, cleanup)
         except WorkerError as error:
@@ -207,11 +242,16 @@ class Trainer:
             self._start(saved, position, cleanup)
 
     def _start_once(self, saved: Path | None, position: Position, cleanup: ExitStack) -> None:
-        """Start all processes and build the roles, with the weights of a checkpoint if there is one."""
+        """Start all processes and build the roles, with the weights of a checkpoint if there is
+        one."""
         num_processes = sum(pool.world_size for pool in self.plan.pools.values())
-        self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
+        self.observer.on_phase(
+            f"starting {num_processes} process{'es' if num_processes > 1 else ''}"
+        )
         keys, ray_init = self.config.trainer, self.config.ray_kwargs.ray_init.model_dump()
-        self.cluster = Cluster(self.plan, **ray_init, timeout_s=self.config.placement.timeout_s, run_seed=keys.seed)
+        self.cluster = Cluster(
+            self.plan, **ray_init, timeout_s=self.config.placement.timeout_s, run_seed=keys.seed
+        )
         cleanup.enter_context(self.cluster)
         self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
         self.snapshots = Snapshots(self.config, self.cluster)
@@ -226,8 +266,11 @@ class Trainer:
             self.observer.on_notice(f"resuming from step {self.start_step} ({saved})")
         self._load(self.roles.trained, saved, position)
 
-    def _load(self, trained: Mapping[str, TrainedCalls], source: Source | None, position: Position) -> None:
-        """Load a saved state, if there is one, into these roles and the driver. The rollout gets its weights, too."""
+    def _load(
+        self, trained: Mapping[str, TrainedCalls], source: Source | None, position: Position
+    ) -> None:
+        """Load a saved state, if there is one, into these roles and the driver. The rollout gets
+        its weights, too."""
         if source is not None:
             self.checkpoints.load(trained, source)
         self.loader.load_state_dict(position.data)
@@ -236,10 +279,13 @@ class Trainer:
             call.get()
 
     def _build_roles(self) -> None:
-        self.roles = build_roles(self.cluster, self.config, self.num_steps, self.dtype, self.reward, self.num_helpers)
+        self.roles = build_roles(
+            self.cluster, self.config, self.num_steps, self.dtype, self.reward, self.num_helpers
+        )
 
     def _train(self) -> None:
-        """Train until the last step. After a death, go on after the last step whose weights were kept."""
+        """Train until the last step. After a death, go on after the last step whose weights were
+        kept."""
         number = self.start_step
         self.snapshots.take(self.roles, self._position(number))
         while True:
@@ -263,38 +309,54 @@ class Trainer:
 
     def _ended_in_words(self, number: int) -> str:
         if self.saved_step == number:
-            key = "" if self.config.trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
+            key = (
+                ""
+                if self.config.trainer.resume_mode == "auto"
+                else " with trainer.resume_mode=auto"
+            )
             return f"step {number} was finished and saved; the same command{key} resumes from it"
         reason = "trainer.save_freq=-1" if self.save_freq < 0 else self.bad_steps.reason
         return f"step {number} was finished and not saved because {reason}; {self.checkpoints.newest_in_words}"
 
     def _begin_step(self, number: int) -> None:
-        """Queue all calls of a step and write the row of the step before it, whose last calls have ended by now."""
+        """Queue all calls of a step and write the row of the step before it, whose last calls have
+        ended by now."""
         self.watchdog.begin(f"step {number}")
         epoch = self.loader.epoch
         prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
         step = self.step(self.config, self.roles, self.estimator, prompts, number)
         self.snapshots.take(self.roles, self._position(number))
         if (folder := self.config.trainer.rollout_data_dir) is not None:  # while the updates run
-            samples = samples_of(prompts, step.calls["gen"][0], step.estimated.scored, self.tokenizer)
+            samples = samples_of(
+                prompts, step.calls["gen"][0], step.estimated.scored, self.tokenizer
+            )
             write_samples("trainer.rollout_data_dir", folder, number, samples)
         if records_responses(number, self.num_steps):
-            samples = samples_of(prompts, step.calls["gen"][0], step.estimated.scored, self.tokenizer)
+            samples = samples_of(
+                prompts, step.calls["gen"][0], step.estimated.scored, self.tokenizer
+            )
             recorded = list(islice(samples, NUM_TRAINING_SAMPLES))
             self.folder.add_samples(number, recorded, "training_responses")
             if number == self.num_steps and not self._validates_at_the_end:
                 self.observer.on_training_samples(number, recorded[:NUM_SHOWN_SAMPLES])
-        step.estimated.metrics.update({"training/epoch": float(epoch), "training/num_steps": float(self.num_steps)})
+        step.estimated.metrics.update(
+            {"training/epoch": float(epoch), "training/num_steps": float(self.num_steps)}
+        )
         lengths = step.estimated.lengths
-        step.estimated.metrics.update(length_metrics(self.config, lengths, self.roles.actor.dp_size, number))
+        step.estimated.metrics.update(
+            length_metrics(self.config, lengths, self.roles.actor.dp_size, number)
+        )
         self._finish(following=step)
         self._unfinished = step
 
     def _end_step(self, number: int) -> None:
-        """Validate and save if it is time. Otherwise, the step's last calls may still run in the next step."""
+        """Validate and save if it is time. Otherwise, the step's last calls may still run in the
+        next step."""
         keys = self.config.trainer
         if number == self.start_step:
-            if keys.val_only or (keys.val_before_train and number == 0 and self.val_prompts is not None):
+            if keys.val_only or (
+                keys.val_before_train and number == 0 and self.val_prompts is not None
+            ):
                 self._validate(number)
             if not keys.val_only and not self.interrupt.in_steps:
                 self.observer.on_phase(f"training from step {number + 1} to step {self.num_steps}")
@@ -324,13 +386,17 @@ class Trainer:
         return Position(step=number, data=self.loader.state_dict(), kl_controller=kl_controller)
 
     def _recover(self, error: WorkerError) -> int:
-        """Replace the processes that died, and load the last state that is complete. Returns its step.
+        """Replace the processes that died, and load the last state that is complete. Returns its
+        step.
 
-        Raises the error if the work would fail again, if it failed too often, or if there is no such state.
+        Raises the error if the work would fail again, if it failed too often, or if there is no
+        such state.
         """
         start_s, pools = time.monotonic(), list[str]()
         self.num_restarts += 1
-        if not error.is_death:  # it may be a consequence of a death, such as weights that did not arrive
+        if (
+            not error.is_death
+        ):  # it may be a consequence of a death, such as weights that did not arrive
             error = self.cluster.find_death() or error
         if not error.is_death or self.num_restarts > self.config.trainer.max_restarts:
             raise error
@@ -343,17 +409,22 @@ class Trainer:
         what, seconds = error.problems[0], time.monotonic() - start_s
         replaced = f"replaced {' and '.join(pools)}, and training resumes after step {step}"
         self.observer.on_notice(f"{what}; {replaced} ({seconds:.1f} s)")
-        self.folder.add_event("restart", step + 1, what, seconds, pools, repeated_from_step=step + 1)
+        self.folder.add_event(
+            "restart", step + 1, what, seconds, pools, repeated_from_step=step + 1
+        )
         return step
 
     def _restore(self, pools: list[str]) -> int | None:
-        """Replace the processes that died, and load the last state that is complete. Returns its step; None if there is
-        none. Adds the names of the pools that have new processes to `pools`."""
+        """Replace the processes that died, and load the last state that is complete. Returns its
+        step; None if there is none. Adds the names of the pools that have new processes to
+        `pools`."""
         self.watchdog.begin("replacing processes")
         if self.cluster.has_all_nodes:
             pools += self.cluster.repair()
         else:
-            self.observer.on_notice(f"a node was lost; placement.on_node_loss={self.config.placement.on_node_loss}")
+            self.observer.on_notice(
+                f"a node was lost; placement.on_node_loss={self.config.placement.on_node_loss}"
+            )
             pools += self._replace_nodes()
         self._build_roles()
         with suppress(WorkerError):  # the step's last calls may be lost; then the step is repeated
@@ -362,8 +433,8 @@ class Trainer:
         return self._load_newest(self.roles.trained, self._last_row)
 
     def _load_newest(self, trained: Mapping[str, TrainedCalls], most: int) -> int | None:
-        """Load the newest complete snapshot of a step up to `most`, or a newer checkpoint, into these roles. Returns
-        its step; None if there is none."""
+        """Load the newest complete snapshot of a step up to `most`, or a newer checkpoint, into
+        these roles. Returns its step; None if there is none."""
         found: tuple[Source, Position] | None = self.snapshots.newest(self.roles, most)
         if found is None or found[1].step < self.saved_step <= most:
             found = self.checkpoints.newest() or found
@@ -374,7 +445,8 @@ class Trainer:
         return found[1].step
 
     def _replace_nodes(self) -> list[str]:
-        """Start processes instead of those that were on lost nodes. Returns the names of the pools that are new."""
+        """Start processes instead of those that were on lost nodes. Returns the names of the pools
+        that are new."""
         if self.config.placement.on_node_loss == "wait":
             self.cluster.replace_nodes()
             return self.cluster.repair()
@@ -393,11 +465,16 @@ class Trainer:
         self._add_plan(first_step)
 
     def _measure_sharding(self) -> ShardingTimes:
-        """Measure what sharding costs on these processes, unless the run is too short to predict anything from it.
+        """Measure what sharding costs on these processes, unless the run is too short to predict
+        anything from it.
 
-        On GPUs it is not measured yet: nobody has seen it there, and ranks that wait for a failed one would hang.
+        On GPUs it is not measured yet: nobody has seen it there, and ranks that wait for a failed
+        one would hang.
         """
-        is_short = self.config.trainer.val_only or self.num_steps - self.start_step <= NUM_CALIBRATION_STEPS
+        is_short = (
+            self.config.trainer.val_only
+            or self.num_steps - self.start_step <= NUM_CALIBRATION_STEPS
+        )
         if is_short or self.cluster.gpu_memory_bytes is not None:
             return ShardingTimes(times=[])
         measured = self.cluster.measure(measure_sharding)
@@ -412,10 +489,12 @@ class Trainer:
         self.folder.write("config.yaml", self.loaded.to_yaml())
 
     def move(self, plan: Plan, loaded: LoadedConfig | None = None) -> Move:
-        """Change to another placement after a step, as soon as its processes have started. Training goes on meanwhile.
+        """Change to another placement after a step, as soon as its processes have started. Training
+        goes on meanwhile.
 
-        `loaded` is the config of the plan, if it differs from that of the run. Call it while the run trains, from
-        `Observer.on_row` or from another thread. Raises PlacementError if the run cannot move there; the run goes on.
+        `loaded` is the config of the plan, if it differs from that of the run. Call it while the
+        run trains, from `Observer.on_row` or from another thread. Raises PlacementError if the run
+        cannot move there; the run goes on.
         """
         loaded = loaded or self.loaded
         if self._move is not None:
@@ -425,13 +504,15 @@ class Trainer:
         check_move(loaded.config, plan, self.cluster.gpu_memory_bytes, before=self.plan)
         names = changed_pools(self.config, self.plan, loaded.config, plan)
         workers = [ROLE_SPECS[role].worker for role in plan.roles]
-        self._move = Move(loaded, plan, self._starter.submit(self.cluster.prepare, plan, names, workers))
+        self._move = Move(
+            loaded, plan, self._starter.submit(self.cluster.prepare, plan, names, workers)
+        )
         self.observer.on_notice(f"starting processes for a move to {plan.in_words}")
         return self._move
 
     def _move_if_asked(self, number: int) -> None:
-        """After a step: begin the move that a file or the planner asks for, or change over if its processes have
-        started."""
+        """After a step: begin the move that a file or the planner asks for, or change over if its
+        processes have started."""
         if self._move is None and number > self.start_step:
             self.rebalancer.after_step(number)
         if self._move is None and (request := take_request(self.folder.path)) is not None:
@@ -453,7 +534,9 @@ class Trainer:
         show_progress(self.folder.path, f"changing over after step {number}")
         self._finish()
         start_s, before = time.monotonic(), self.plan.in_words
-        if not (self.snapshots.is_complete(self.roles, self._position(number)) or self._save(number)):
+        if not (
+            self.snapshots.is_complete(self.roles, self._position(number)) or self._save(number)
+        ):
             self._end_move(f"step {number} cannot be saved because {self.bad_steps.reason}")
             return
         self._move = None
@@ -461,21 +544,29 @@ class Trainer:
             self._change_over(prepared, move.loaded, number)
         finally:  # if a process dies meanwhile, the run goes on with the new placement
             seconds, what = time.monotonic() - start_s, f"{before} -> {move.plan.in_words}"
-            self.folder.add_event("move", number + 1, what, seconds, list(prepared.processes), after_step=number)
+            self.folder.add_event(
+                "move", number + 1, what, seconds, list(prepared.processes), after_step=number
+            )
             self.rebalancer.has_moved(number + 1, seconds)
             words = f"moved after step {number}: {what} ({seconds:.1f} s)"
             self.observer.on_notice(words)
             answer_request(self.folder.path, words)
 
     def _change_over(self, prepared: Prepared, loaded: LoadedConfig, number: int) -> None:
-        """Replace the pools that the move changes. Their models load the state after this step, from its snapshot or
-        from a checkpoint."""
+        """Replace the pools that the move changes. Their models load the state after this step,
+        from its snapshot or from a checkpoint."""
         before = self.roles.trained
         self._switch(prepared, loaded, number + 1)
         self._build_roles()
-        new = {name: role for name, role in self.roles.trained.items() if role.group is not before[name].group}
+        new = {
+            name: role
+            for name, role in self.roles.trained.items()
+            if role.group is not before[name].group
+        }
         if self._load_newest(new, number) != number:
-            raise WorkerError(f"the snapshot of step {number} was lost during a move", is_death=True)
+            raise WorkerError(
+                f"the snapshot of step {number} was lost during a move", is_death=True
+            )
 
     def _end_move(self, reason: str) -> None:
         """Give up the move that was asked for, and say why."""
@@ -492,7 +583,9 @@ class Trainer:
         if not self.interrupt.in_steps:
             self.observer.on_phase("validating")
         self.watchdog.begin(f"validation after step {number}")
-        metrics, samples, spans = validate(self.config, self.roles, self.val_prompts, self.tokenizer)
+        metrics, samples, spans = validate(
+            self.config, self.roles, self.val_prompts, self.tokenizer
+        )
         self.folder.add_spans(Recorded(number, "testing", span) for span in spans)
         if keys.validation_data_dir is not None:
             write_samples("trainer.validation_data_dir", keys.validation_data_dir, number, samples)
@@ -515,7 +608,8 @@ class Trainer:
         return True
 
     def _finish(self, following: StepCalls | None = None) -> None:
-        """Wait for the last calls of the unfinished step and write its row, unless it was written before a death."""
+        """Wait for the last calls of the unfinished step and write its row, unless it was written
+        before a death."""
         step = self._unfinished
         if step is None:
             return

@@ -1,6 +1,8 @@
-"""Training from the command line: `rolepool train` and `python -m rolepool.trainer.main_ppo` are the same program.
+"""Training from the command line: `rolepool train` and `python -m rolepool.trainer.main_ppo` are
+the same program.
 
-Owns what is printed before the first step and after the last one. Slow imports wait until the config is valid.
+Owns what is printed before the first step and after the last one. Slow imports wait until the
+config is valid.
 """
 
 from __future__ import annotations
@@ -22,9 +24,14 @@ if TYPE_CHECKING:
 
 
 def train(arguments: list[str], program: str, split_file: str | None = None) -> int | None:
-    """Train with the config's placement. Resumes from the newest checkpoint of the run folder if there is one."""
-    options = Parser(program, train.__doc__, words="RECIPE, FILE or key=value").parse_intermixed_args(arguments)
-    draft = read_words(options, options.words if split_file is None else [split_file, *options.words])
+    """Train with the config's placement. Resumes from the newest checkpoint of the run folder if
+    there is one."""
+    options = Parser(
+        program, train.__doc__, words="RECIPE, FILE or key=value"
+    ).parse_intermixed_args(arguments)
+    draft = read_words(
+        options, options.words if split_file is None else [split_file, *options.words]
+    )
 
     from rolepool.config.base import lines_of
     from rolepool.trainer.start_checks import checked
@@ -32,7 +39,9 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
     if split_file is not None:
         draft = draft.with_problems(lines_of(_in_two_pools(draft.loaded.config)))
     loaded = checked(draft)
-    if not arguments or sys.argv[-len(arguments) :] != arguments:  # a Python program called `main` with a list
+    if (
+        not arguments or sys.argv[-len(arguments) :] != arguments
+    ):  # a Python program called `main` with a list
         start(loaded)
         return None
 
@@ -65,8 +74,8 @@ def start(
 ) -> None:
     """Train with a config and print what happens. Makes the demo first if the config trains it.
 
-    `reward` is a reward function that the config does not name. `on_step` and `on_validation` are called during it.
-    `death` says how the driver before this one died.
+    `reward` is a reward function that the config does not name. `on_step` and `on_validation` are
+    called during it. `death` says how the driver before this one died.
     """
     if death is not None and death.has_checkpoint:
         loaded = replace(loaded, config=loaded.config.with_value("trainer.resume_mode", "auto"))
@@ -84,7 +93,9 @@ def start(
         from rolepool.data.demo import make_demo
 
         make_demo(DEMO_FOLDER)
-        warnings = check_start(loaded, reward)  # again, because now the demo's files can be checked too
+        warnings = check_start(
+            loaded, reward
+        )  # again, because now the demo's files can be checked too
     print_errors([*loaded.notes(), *notices], label="note: ")
     print_errors([*loaded.warnings, *warnings], label="warning: ")
     console = TrainingConsole(loaded.config.trainer.logger, on_step, on_validation)
@@ -106,9 +117,13 @@ def start(
     console.print_summary(trainer.folder.path)
 
 
-def main(argv: Sequence[str] | None = None, module: str = "main_ppo", split_file: str | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, module: str = "main_ppo", split_file: str | None = None
+) -> int:
     """Train and return the exit code."""
-    return run_program(lambda arguments: train(arguments, f"python -m rolepool.trainer.{module}", split_file), argv)
+    return run_program(
+        lambda arguments: train(arguments, f"python -m rolepool.trainer.{module}", split_file), argv
+    )
 
 
 if __name__ == "__main__":

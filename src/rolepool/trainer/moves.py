@@ -1,10 +1,11 @@
-"""Moves: a run that trains changes its placement between two steps, because somebody asks for it or because another
-placement is predicted to be faster.
+"""Moves: a run that trains changes its placement between two steps, because somebody asks for it or
+because another placement is predicted to be faster.
 
-Owns how a move is asked for (with a file in the run folder, or a call), which changes are possible, and the start of
-the new processes, which happens in a thread while the old pools work. `rolepool.trainer.loop` changes over. Also owns
-`placement.strategy=auto` and `placement.rebalance`: a run without a profile starts in the standard placement; its first
-steps are the calibration, and then it moves to the placement that is predicted to be the best.
+Owns how a move is asked for (with a file in the run folder, or a call), which changes are possible,
+and the start of the new processes, which happens in a thread while the old pools work.
+`rolepool.trainer.loop` changes over. Also owns `placement.strategy=auto` and `placement.rebalance`:
+a run without a profile starts in the standard placement; its first steps are the calibration, and
+then it moves to the placement that is predicted to be the best.
 """
 
 import time
@@ -68,7 +69,8 @@ def request_file(run_folder: Path) -> Path:
 
 
 def moved(config: Config, words: Sequence[str]) -> tuple[Plan, LoadedConfig]:
-    """The plan with these settings, and its config. Raises an error if a run cannot change to them while it trains."""
+    """The plan with these settings, and its config. Raises an error if a run cannot change to them
+    while it trains."""
     check_words(words)
     loaded = load_config([without_placement(config, words)], words)
     return build_plan(loaded.config), loaded
@@ -86,15 +88,21 @@ def check_words(words: Sequence[str]) -> None:
 def is_known(loaded: LoadedConfig, words: Sequence[str]) -> bool:
     """Whether the plan of a move can be made without importing what only the run folder names."""
     sets_strategy = any(word.startswith("placement.strategy=") for word in words)
-    return not loaded.unknown_names and (sets_strategy or ":" not in loaded.config.placement.strategy)
+    return not loaded.unknown_names and (
+        sets_strategy or ":" not in loaded.config.placement.strategy
+    )
 
 
-def check_move(config: Config, plan: Plan, gpu_memory_bytes: int | None, before: Plan | None = None) -> None:
-    """Raise PlacementError if the work cannot be divided like this, or does not fit in memory. `before` is the present
-    plan of a run that moves."""
+def check_move(
+    config: Config, plan: Plan, gpu_memory_bytes: int | None, before: Plan | None = None
+) -> None:
+    """Raise PlacementError if the work cannot be divided like this, or does not fit in memory.
+    `before` is the present plan of a run that moves."""
     problems = find_problems(config, plan)
     if before is not None and (plan.mps or before.mps):
-        problems.append("placement.mps=true: a run with MPS cannot move; stop it, and resume it with the new placement")
+        problems.append(
+            "placement.mps=true: a run with MPS cannot move; stop it, and resume it with the new placement"
+        )
     for name, memory in estimate_memory(config, plan, gpu_memory_bytes).pools.items():
         if memory.excess:
             too_much = f"{name} needs about {show_bytes(memory.excess)} more than a GPU has"
@@ -103,7 +111,8 @@ def check_move(config: Config, plan: Plan, gpu_memory_bytes: int | None, before:
 
 
 def changed_pools(config: Config, plan: Plan, new_config: Config, new_plan: Plan) -> list[str]:
-    """The pools of the new plan that need new processes. Pools with the same GPUs, roles and groups are kept."""
+    """The pools of the new plan that need new processes. Pools with the same GPUs, roles and groups
+    are kept."""
     if config.at(TENSOR_PARALLEL) != new_config.at(TENSOR_PARALLEL):
         return list(new_plan.pools)
     return [name for name, pool in new_plan.pools.items() if plan.pools.get(name) != pool]
@@ -145,13 +154,19 @@ def answer_request(run_folder: Path, answer: str, *, is_refused: bool = False) -
 def _change_request(run_folder: Path, fields: dict[str, Any]) -> None:
     with suppress(OSError):  # the run itself reports a full disk
         if (request := take_request(run_folder)) is not None:
-            write_atomically(request_file(run_folder), [request.model_copy(update=fields).model_dump_json()])
+            write_atomically(
+                request_file(run_folder), [request.model_copy(update=fields).model_dump_json()]
+            )
 
 
 def ask_run(
-    run_folder: Path, words: Sequence[str], timeout_s: float, on_progress: Callable[[str], object] = logger.info
+    run_folder: Path,
+    words: Sequence[str],
+    timeout_s: float,
+    on_progress: Callable[[str], object] = logger.info,
 ) -> str:
-    """Ask the run of a folder to move, and wait for its answer. Raises ConfigError if it refuses or does not answer.
+    """Ask the run of a folder to move, and wait for its answer. Raises ConfigError if it refuses or
+    does not answer.
 
     `on_progress` gets a line when the run does something else, and every few seconds.
     """
@@ -162,7 +177,9 @@ def ask_run(
             f"run {run_folder}: does not train now (its state is: {state}); set the keys when you resume it"
         )
     if take_request(run_folder) is not None:
-        raise ConfigError(f"{file}: the run was asked already and has not answered; wait, or remove this file")
+        raise ConfigError(
+            f"{file}: the run was asked already and has not answered; wait, or remove this file"
+        )
     write_atomically(file, [Request(words=list(words)).model_dump_json()])
     try:
         start_s = time.monotonic()
@@ -180,7 +197,9 @@ def ask_run(
             time.sleep(POLL_S)
     finally:
         file.unlink(missing_ok=True)
-    raise ConfigError(f"run {run_folder}: has not moved within --timeout {timeout_s:g} s, and is not asked any more")
+    raise ConfigError(
+        f"run {run_folder}: has not moved within --timeout {timeout_s:g} s, and is not asked any more"
+    )
 
 
 # Choosing the placement
@@ -194,18 +213,27 @@ def resolve(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     folder = config.placement.profile or newest_profile(config)
     if folder is None:
         steps = f"steps 1 to {NUM_CALIBRATION_STEPS} run in one pool and are the calibration"
-        return loaded, [f"placement.strategy=auto: there is no profile; {steps}, then the run moves if that is faster"]
+        return loaded, [
+            f"placement.strategy=auto: there is no profile; {steps}, then the run moves if that is faster"
+        ]
     best = _search(read_recordings([folder], None), config, build_plan(config).gpus_per_node)[0]
     _, chosen = moved(config, best.name.split())
-    return replace(loaded, config=chosen.config), [f"placement.strategy=auto: {in_words(best)} (from {folder})"]
+    return replace(loaded, config=chosen.config), [
+        f"placement.strategy=auto: {in_words(best)} (from {folder})"
+    ]
 
 
 def newest_profile(config: Config) -> Path | None:
-    """The newest run folder beside that of the config with the same models and device, if there is one."""
+    """The newest run folder beside that of the config with the same models and device, if there is
+    one."""
     files = Path(config.trainer.default_local_dir).parent.glob("*/spans.jsonl")
     for file in sorted(files, key=lambda file: -file.stat().st_mtime):
-        with suppress(RolepoolError, ValueError):  # another program's folder, or one without a completed step
-            if identity_of(Config.model_validate(open_run(file.parent).config)) == identity_of(config):
+        with suppress(
+            RolepoolError, ValueError
+        ):  # another program's folder, or one without a completed step
+            if identity_of(Config.model_validate(open_run(file.parent).config)) == identity_of(
+                config
+            ):
                 Profile(recordings_of(read_run(file.parent, LAST_BYTES)))
                 return file.parent
     return None
@@ -215,13 +243,16 @@ def in_words(best: Prediction) -> str:
     return f"chose {best.name}, predicted to take {best.step_s:.3g} s per step ({best.low_s:.3g} to {best.high_s:.3g})"
 
 
-def _search(recordings: Sequence[Recording], config: Config, inventory: Sequence[int]) -> list[Prediction]:
+def _search(
+    recordings: Sequence[Recording], config: Config, inventory: Sequence[int]
+) -> list[Prediction]:
     predictor = Predictor(Profile(recordings), schedule_of, detect_gpu_memory(), num_cores())
     return search(predictor, config, inventory)
 
 
 class Rebalancer:
-    """Looks for a better placement while a run trains. The search runs in a thread beside the steps."""
+    """Looks for a better placement while a run trains. The search runs in a thread beside the
+    steps."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer, self._keys = trainer, trainer.config.placement
@@ -248,7 +279,9 @@ class Rebalancer:
                 if (found := ended.result()) is not None:
                     self._ask(*found)
             except Exception as error:  # no prediction may stop training
-                self._trainer.observer.on_notice(f"placement: the run does not move: {one_line(error)}")
+                self._trainer.observer.on_notice(
+                    f"placement: the run does not move: {one_line(error)}"
+                )
 
     def has_moved(self, number: int, seconds: float) -> None:
         """The run has moved before this step, and stood still for so long."""
@@ -262,7 +295,10 @@ class Rebalancer:
         """The placement to move to, and the step time now; None if the run stays where it is."""
         trainer = self._trainer
         recordings = recordings_of(read_run(trainer.folder.path, LAST_BYTES))
-        found, now_s = _search(recordings, trainer.config, trainer.plan.gpus_per_node), recordings[-1].step_s
+        found, now_s = (
+            _search(recordings, trainer.config, trainer.plan.gpus_per_node),
+            recordings[-1].step_s,
+        )
         if self._expected is not None:
             (last, before_s), self._expected = self._expected, None
             text = f"{before_s:.3g} s per step before the move, {last.step_s:.3g} s predicted, {now_s:.3g} s measured"
@@ -278,10 +314,14 @@ class Rebalancer:
             return best, now_s
         if self._num_tries:
             self._num_tries = 0
-            trainer.observer.on_notice(f"placement.strategy=auto: stays with {trainer.plan.in_words}")
+            trainer.observer.on_notice(
+                f"placement.strategy=auto: stays with {trainer.plan.in_words}"
+            )
         return None
 
     def _ask(self, best: Prediction, before_s: float) -> None:
         self._trainer.move(*moved(self._trainer.config, best.name.split()))
         self._expected = best, before_s
-        self._trainer.observer.on_notice(f"placement: {in_words(best)}, instead of {before_s:.3g} s now")
+        self._trainer.observer.on_notice(
+            f"placement: {in_words(best)}, instead of {before_s:.3g} s now"
+        )

@@ -1,7 +1,8 @@
-"""A step on paper: the step function, called with roles that compute nothing and only record the calls.
+"""A step on paper: the step function, called with roles that compute nothing and only record the
+calls.
 
-Owns finding the step function, and turning the recorded calls into a graph. Imports neither torch nor ray, so that
-`plan` can use it.
+Owns finding the step function, and turning the recorded calls into a graph. Imports neither torch
+nor ray, so that `plan` can use it.
 """
 
 from collections.abc import Callable
@@ -19,12 +20,13 @@ from rolepool.trainer.step import Roles, StepCalls, ppo_step, remax_step
 
 Step = Callable[..., StepCalls]
 MAX_EPOCHS = 3
-"""The largest number of epochs in a schedule. Further epochs make the graph larger, but add no overlap."""
+"""The largest number of epochs in a schedule. Further epochs make the graph larger, but add no
+overlap."""
 
 
 def step_of(config: Config, needs: Needs | None = None) -> Step:
-    """The step function that the config names, or else the one for an advantage estimator with these needs. None means
-    what is known without importing the estimator."""
+    """The step function that the config names, or else the one for an advantage estimator with
+    these needs. None means what is known without importing the estimator."""
     if config.trainer.step is not None:
         step: Step = import_object("trainer.step", config.trainer.step)
         return step
@@ -33,7 +35,8 @@ def step_of(config: Config, needs: Needs | None = None) -> Step:
 
 
 def schedule_of(config: Config) -> Schedule:
-    """The schedule of a step in which every role that is trained updates, up to the next step's generation."""
+    """The schedule of a step in which every role that is trained updates, up to the next step's
+    generation."""
     notes, run = _Notes(), step_of(config)
     for key in (key for key in all_keys() if key.endswith(".ppo_epochs")):
         config = config.with_value(key, min(MAX_EPOCHS, config.at(key)))
@@ -42,14 +45,24 @@ def schedule_of(config: Config) -> Schedule:
     def sync(version: int) -> Any:
         return [notes.call((Role.Actor, Role.Rollout))]
 
-    roles = Roles({role: _PaperRole(notes, role) for role in (*needed_roles(config)[0], Role.RewardModel)}, sync)
+    roles = Roles(
+        {role: _PaperRole(notes, role) for role in (*needed_roles(config)[0], Role.RewardModel)},
+        sync,
+    )
     made: Any = run(config, roles, notes, PaperBatch(), number)
-    names = {call: name for name, batches in made.calls.items() for batch in batches for call in batch.calls}
+    names = {
+        call: name
+        for name, batches in made.calls.items()
+        for batch in batches
+        for call in batch.calls
+    }
     num_calls = len(notes.made)
     names[num_calls] = f"{NEXT_STEP}gen"
     run(config, roles, notes, PaperBatch(), number + 1)
     calls = enumerate(notes.made[: num_calls + 1])
-    return Schedule(tuple(ScheduledCall(names.get(position, "adv"), *call) for position, call in calls))
+    return Schedule(
+        tuple(ScheduledCall(names.get(position, "adv"), *call) for position, call in calls)
+    )
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,8 @@ class PaperBatch:
 
 @dataclass
 class _Notes:
-    """The calls that were made, by position: the roles of each, and the calls that end before it starts."""
+    """The calls that were made, by position: the roles of each, and the calls that end before it
+    starts."""
 
     made: list[tuple[frozenset[Role], frozenset[int]]] = field(default_factory=list)
     last_of: dict[Role, int] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """`rolepool signal`: whether a policy can learn from its prompts, before it is trained.
 
-A policy learns from differences between responses: where all responses to a prompt get the same score, there is nothing
-to learn. Owns what is measured for this, and what is said about it. The processes start as those of a training run do,
-in a temporary run folder, and no weights change.
+A policy learns from differences between responses: where all responses to a prompt get the same
+score, there is nothing to learn. Owns what is measured for this, and what is said about it. The
+processes start as those of a training run do, in a temporary run folder, and no weights change.
 """
 
 import tempfile
@@ -98,7 +98,9 @@ class Signal:
         if not source.mixed and source.mean <= 0:
             question, response, truth = source.example
             fix = "use easier prompts, another model, or a reward that finds the answer in the response"
-            example = f"such as {question!r}, answered {response!r}, with the ground truth {truth!r}"
+            example = (
+                f"such as {question!r}, answered {response!r}, with the ground truth {truth!r}"
+            )
             yield f"no signal: no response has a score, {example}; {fix}"
         elif not source.mixed:
             yield "no signal: all responses to a prompt have the same score; use harder prompts, or a finer reward"
@@ -136,7 +138,12 @@ class _Measurement(Trainer):
             responses = list(rows_of_responses(rollouts.get(keys=TOKENS).batch))
             seconds += time.monotonic() - start_s
             num_tokens += sum(map(len, responses))
-            scores = self.roles.reward.compute_scores(rollouts.union(rows)).get().batch["scores"].tolist()
+            scores = (
+                self.roles.reward.compute_scores(rollouts.union(rows))
+                .get()
+                .batch["scores"]
+                .tolist()
+            )
             self._add(found, rows, responses, scores, num_samples, limit)
         sources = dict(sorted(found.items()))
         self.signal = Signal(sources, num_samples, limit, num_tokens / seconds)
@@ -157,11 +164,17 @@ class _Measurement(Trainer):
             source.groups.append([scores[index] for index in group])
             lengths = [len(responses[index]) for index in group]
             source.lengths += lengths
-            source.num_truncated += sum(self._is_truncated(responses[index], limit) for index in group)
+            source.num_truncated += sum(
+                self._is_truncated(responses[index], limit) for index in group
+            )
             if len(source.groups) == 1:
                 truth = (columns["reward_model"][first] or {}).get("ground_truth")
                 text = self.tokenizer.decode(responses[first], skip_special_tokens=True)
-                source.example = (_short(question_of(columns["raw_prompt"][first])), _short(text), _short(truth))
+                source.example = (
+                    _short(question_of(columns["raw_prompt"][first])),
+                    _short(text),
+                    _short(truth),
+                )
 
     def _is_truncated(self, response: Any, limit: int) -> bool:
         """Whether a response was cut at the limit, and did not just end there."""
@@ -178,9 +191,11 @@ class _Phases(Observer):
         self._say(what)
 
 
-def measure_signal(loaded: LoadedConfig, num_prompts: int, say: Callable[[str], object] = lambda line: None) -> Signal:
-    """Generate and score responses to some training prompts with the config's model, engine and reward. `say` gets a
-    line for each part of it."""
+def measure_signal(
+    loaded: LoadedConfig, num_prompts: int, say: Callable[[str], object] = lambda line: None
+) -> Signal:
+    """Generate and score responses to some training prompts with the config's model, engine and
+    reward. `say` gets a line for each part of it."""
     with tempfile.TemporaryDirectory(prefix="rolepool-signal-") as folder:
         config = loaded.config
         changes = {

@@ -1,9 +1,9 @@
 """Snapshots of a run in shared memory: when they are taken, and which one is complete.
 
-Two snapshots are written in turn, so that one is complete while the other is written. The ranks write them
-(`rolepool.models.snapshot`) into the folders of keepers (`rolepool.cluster.keepers`); the driver keeps the position in
-the data. A run needs no snapshots to train: if there is no room for them, or if somebody removes them, there is a
-warning, and the next one is tried again.
+Two snapshots are written in turn, so that one is complete while the other is written. The ranks
+write them (`rolepool.models.snapshot`) into the folders of keepers (`rolepool.cluster.keepers`);
+the driver keeps the position in the data. A run needs no snapshots to train: if there is no room
+for them, or if somebody removes them, there is a warning, and the next one is tried again.
 """
 
 import time
@@ -62,7 +62,8 @@ class Snapshots:
         self.keepers = Keepers(snapshot_number, cluster.nodes if self._every > 0 else ())
 
     def take(self, roles: Roles, position: Position, *, is_wanted: bool = False) -> None:
-        """Queue a snapshot of the state after this step, if one is due or wanted. The first one is always taken."""
+        """Queue a snapshot of the state after this step, if one is due or wanted. The first one is
+        always taken."""
         is_due = not self._taken or position.step % self._every == 0
         if self._every < 0 or not (is_due or is_wanted):
             return
@@ -76,7 +77,9 @@ class Snapshots:
         if folders != self._folders and not self._check_room(where):
             return
         self._folders = folders
-        earlier = [taken for taken in self._taken if taken.position.step < position.step]  # a step may be repeated
+        earlier = [
+            taken for taken in self._taken if taken.position.step < position.step
+        ]  # a step may be repeated
         place = next(place for place in PLACES if not earlier or place != earlier[-1].place)
         if place in self._of_other_ranks:
             self._of_other_ranks.remove(place)
@@ -90,8 +93,12 @@ class Snapshots:
         """Queue the role's part of a snapshot, and its copy on another node."""
         folder = Path(taken.place, name)
         nodes = [process.node_id for process in role.group.processes]
-        written = role.take_snapshot([str(self._folders[node] / folder) for node in nodes], [taken.number] * len(nodes))
-        files: list[Files] = [snapshot_files(folder, rank, len(nodes)) for rank in range(len(nodes))]
+        written = role.take_snapshot(
+            [str(self._folders[node] / folder) for node in nodes], [taken.number] * len(nodes)
+        )
+        files: list[Files] = [
+            snapshot_files(folder, rank, len(nodes)) for rank in range(len(nodes))
+        ]
         self.keepers.copy(taken.number, list(zip(files, nodes, strict=True)), written)
         taken.written.append(written)
         taken.files[name] = files
@@ -100,7 +107,9 @@ class Snapshots:
         for node, folder in self._folders.items():
             if node in where and where[node][0] != folder:
                 address = self._cluster.nodes[node]
-                logger.warning("the snapshots of node %s in %s are lost; new ones are taken", address, folder)
+                logger.warning(
+                    "the snapshots of node %s in %s are lost; new ones are taken", address, folder
+                )
 
     def _check_room(self, where: Where) -> bool:
         """Whether all nodes have room for the snapshots. If not, there is one warning."""
@@ -113,8 +122,8 @@ class Snapshots:
         return self._has_room
 
     def is_complete(self, roles: Roles, position: Position) -> bool:
-        """Wait for the snapshot of the state after this step, which is taken now if it was not due. False if there is
-        none."""
+        """Wait for the snapshot of the state after this step, which is taken now if it was not due.
+        False if there is none."""
         deadline = time.monotonic() + COMPLETE_TIMEOUT_S
         taken = self._of_step(position.step)
         if taken is None:
@@ -138,14 +147,23 @@ class Snapshots:
         self._of_other_ranks.update(PLACES)
 
     def newest(self, roles: Roles, most: int) -> tuple[dict[str, Path], Position] | None:
-        """The newest complete snapshot of a step up to `most`: its folder on each node, and the state of the run. None
-        if there is none. Each node gets the files that its ranks need and that only other nodes have."""
-        nodes = {name: {process.node_id for process in role.group.processes} for name, role in roles.trained.items()}
+        """The newest complete snapshot of a step up to `most`: its folder on each node, and the
+        state of the run. None if there is none. Each node gets the files that its ranks need and
+        that only other nodes have."""
+        nodes = {
+            name: {process.node_id for process in role.group.processes}
+            for name, role in roles.trained.items()
+        }
         for taken in reversed(self._taken):
             if taken.position.step > most:
                 continue
             self.keepers.where(self._cluster.nodes)  # finds out which have died
-            if all(self.keepers.gather(taken.number, taken.files[name], there) for name, there in nodes.items()):
+            if all(
+                self.keepers.gather(taken.number, taken.files[name], there)
+                for name, there in nodes.items()
+            ):
                 where = self.keepers.where(self._cluster.nodes)
-                return {node: folder / taken.place for node, (folder, _) in where.items()}, taken.position
+                return {
+                    node: folder / taken.place for node, (folder, _) in where.items()
+                }, taken.position
         return None

@@ -1,7 +1,8 @@
-"""Everything that can be checked about a run before torch is imported: models, files, reward function, GPUs.
+"""Everything that can be checked about a run before torch is imported: models, files, reward
+function, GPUs.
 
-Owns that all problems are reported together, also beside problems with keys and values. The checks themselves are in
-`config`, `placement.checks`, `config.model_files` and `data.files`.
+Owns that all problems are reported together, also beside problems with keys and values. The checks
+themselves are in `config`, `placement.checks`, `config.model_files` and `data.files`.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -24,8 +25,8 @@ Reward = Callable[..., Any]
 
 
 def check_start(loaded: LoadedConfig, reward: Reward | None = None, *more: str) -> list[str]:
-    """Raise ConfigError with all problems, also with `more` that were found before, or return the warnings, a line for
-    each."""
+    """Raise ConfigError with all problems, also with `more` that were found before, or return the
+    warnings, a line for each."""
     checked(Draft(loaded, more), reward)
     config = loaded.config
     ConfigError.raise_if_any(dict.fromkeys(_problems(loaded, reward, lines_of(_plan(config)))))
@@ -34,18 +35,22 @@ def check_start(loaded: LoadedConfig, reward: Reward | None = None, *more: str) 
 
 
 def checked(draft: Draft, reward: Reward | None = None) -> LoadedConfig:
-    """The config of a draft without problems. If it has some, ConfigError also has all others that training would
-    have."""
+    """The config of a draft without problems. If it has some, ConfigError also has all others that
+    training would have."""
     more: list[str] = []
     if draft.problems:
-        more = list(_problems(draft.loaded, reward, lines_of(_plan_as_written(draft.loaded.config))))
+        more = list(
+            _problems(draft.loaded, reward, lines_of(_plan_as_written(draft.loaded.config)))
+        )
     return draft.checked(*more)
 
 
 def named_files_problems(loaded: LoadedConfig) -> list[str]:
-    """Problems with the models and files that the user has named. The config may be that of a draft.
+    """Problems with the models and files that the user has named. The config may be that of a
+    draft.
 
-    Models without weights are no problem here, because plans are also made with a config.json alone.
+    Models without weights are no problem here, because plans are also made with a config.json
+    alone.
     """
     config, names = loaded.config, loaded.set_keys
     paths: set[str | None] = set()
@@ -73,7 +78,9 @@ def _model(config: Config, role: Role, paths: set[str | None]) -> Iterator[str]:
         paths.add(path)
 
 
-def _named_model(config: Config, role: Role, paths: set[str | None], names: Collection[str]) -> Iterator[str]:
+def _named_model(
+    config: Config, role: Role, paths: set[str | None], names: Collection[str]
+) -> Iterator[str]:
     """A model that the user has named exists, or at least its config.json does."""
     if f"{ROLE_SPECS[role].model}.path" in names:
         try:
@@ -114,8 +121,8 @@ def _capacity(config: Config, plan: Plan, gpus: int) -> Iterator[str]:
 
 
 def _given_reward(config: Config, reward: Reward | None) -> Iterator[str]:
-    """A function that a Python program gives can be called and is used. The function that looks at it raises
-    ConfigError."""
+    """A function that a Python program gives can be called and is used. The function that looks at
+    it raises ConfigError."""
     if reward is not None:
         if config.reward_model.enable:
             yield "reward: it is not used, because reward_model.enable=true; remove one of the two"

@@ -1,8 +1,8 @@
 """The process that `rolepool train` keeps beside the driver: it restarts a driver that was killed.
 
-Owns the driver's process: its start, the signals that are passed on to it, and when it is started again. The driver has
-its own session, so a signal to the process group of the command (Ctrl-C, `timeout`, a scheduler) reaches this process
-only, and not the processes of Ray.
+Owns the driver's process: its start, the signals that are passed on to it, and when it is started
+again. The driver has its own session, so a signal to the process group of the command (Ctrl-C,
+`timeout`, a scheduler) reaches this process only, and not the processes of Ray.
 """
 
 import ctypes
@@ -42,8 +42,8 @@ class Death(NamedTuple):
 def supervise(keys: TrainerConfig) -> int | Death | None:
     """Start a driver, and start it again each time it is killed.
 
-    Returns in this process when the last driver has ended, with the exit code. Returns in every driver at once, with
-    the death of the driver before it, or None in the first one.
+    Returns in this process when the last driver has ended, with the exit code. Returns in every
+    driver at once, with the death of the driver before it, or None in the first one.
     """
     folder = Path(keys.default_local_dir).expanduser()
     plan_before = _plan_time(folder)
@@ -58,10 +58,13 @@ def supervise(keys: TrainerConfig) -> int | Death | None:
         if asked or -code in ON_PURPOSE:
             return 128 + (asked or -code)
         what = f"driver, killed by signal {-code}" if code < 0 else "Ray (raylet or GCS server)"
-        has_begun = _plan_time(folder) != plan_before  # otherwise, what is in the folder is of an earlier run
+        has_begun = (
+            _plan_time(folder) != plan_before
+        )  # otherwise, what is in the folder is of an earlier run
         has_checkpoint = has_begun and any(folder.glob("checkpoints/step_*/trainer.json"))
         death = Death(what, time.time(), last_step(folder) if has_begun else 0, has_checkpoint)
-        # A repeated step is not progress: otherwise, a run that dies in the same step each time would never end.
+        # A repeated step is not progress: otherwise, a run that dies in the same step each time
+        # would never end.
         num_restarts = 1 if death.step > furthest_step else num_restarts + 1
         furthest_step = max(furthest_step, death.step)
         _announce(death, num_restarts, keys.max_restarts)
@@ -79,15 +82,17 @@ def _start_driver() -> int:
     if driver == 0:
         os.setsid()
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the driver ends with its supervisor
+            ctypes.CDLL(None).prctl(
+                PR_SET_PDEATHSIG, signal.SIGKILL
+            )  # the driver ends with its supervisor
         if os.getppid() != supervisor:
             os._exit(EXIT_USER_ERROR)
     return driver
 
 
 def wait_for(process: int) -> tuple[int, int]:
-    """The exit code of a child process (or minus the signal that killed it), and the last signal that was passed on to
-    it, or 0. Ctrl-C and SIGTERM are passed on."""
+    """The exit code of a child process (or minus the signal that killed it), and the last signal
+    that was passed on to it, or 0. Ctrl-C and SIGTERM are passed on."""
     asked = 0
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -119,8 +124,14 @@ def _kill_session(session: int) -> None:
 
 def _announce(death: Death, number: int, most: int) -> None:
     """Print what happens now."""
-    when = f"{death.what}, " + (f"after step {death.step}" if death.step else "before the first step ended")
-    where = "from the newest checkpoint" if death.has_checkpoint else "from where the run began: no checkpoint yet"
+    when = f"{death.what}, " + (
+        f"after step {death.step}" if death.step else "before the first step ended"
+    )
+    where = (
+        "from the newest checkpoint"
+        if death.has_checkpoint
+        else "from where the run began: no checkpoint yet"
+    )
     then = f"restarting {where} ({number} of {most} without a new step)"
     if number > most:
         then = f"not restarted any more (trainer.max_restarts={most}); fix the cause, and run the same command again"

@@ -1,7 +1,9 @@
-"""A substitute for the few names of vLLM 0.32 that `rolepool.rollout.vllm_process` uses, for GPU machines without vLLM.
+"""A substitute for the few names of vLLM 0.32 that `rolepool.rollout.vllm_process` uses, for GPU
+machines without vLLM.
 
-It generates with the transformers engine. New weights come as handles of GPU memory, which it opens as vLLM does. It
-frees the memory of its weights while it sleeps, and fails if calls come in an order that vLLM does not allow.
+It generates with the transformers engine. New weights come as handles of GPU memory, which it opens
+as vLLM does. It frees the memory of its weights while it sleeps, and fails if calls come in an
+order that vLLM does not allow.
 """
 
 from __future__ import annotations
@@ -20,8 +22,13 @@ SamplingParams = SimpleNamespace
 
 
 class LLM:
-    def __init__(self, model: str, dtype: str, weight_transfer_config: dict[str, str], **arguments: Any) -> None:
-        assert weight_transfer_config == {"backend": "ipc"} and arguments["distributed_executor_backend"] == "uni"
+    def __init__(
+        self, model: str, dtype: str, weight_transfer_config: dict[str, str], **arguments: Any
+    ) -> None:
+        assert (
+            weight_transfer_config == {"backend": "ipc"}
+            and arguments["distributed_executor_backend"] == "uni"
+        )
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).cuda()
         self._engine = TransformersEngine(loaded.requires_grad_(False), 64)
         self._requests: list[tuple[str, list[int], Any]] = []
@@ -41,7 +48,9 @@ class LLM:
         update = request["update_info"]
         uuid = str(torch.cuda.get_device_properties(0).uuid)
         parameters = dict(self._engine.model.named_parameters())
-        entries = zip(*(update[key] for key in ("names", "dtype_names", "shapes", "ipc_handles")), strict=True)
+        entries = zip(
+            *(update[key] for key in ("names", "dtype_names", "shapes", "ipc_handles")), strict=True
+        )
         with torch.no_grad():
             for name, dtype, shape, handle in entries:
                 arguments = list(handle[uuid])
@@ -90,7 +99,9 @@ class LLM:
         number, prompt, one = self._requests.pop(0)
         greedy, stops = one.temperature == 0, tuple(one.stop_token_ids)
         top_p, top_k = (1.0, -1) if greedy else (one.top_p, one.top_k)
-        sampling = Sampling(one.temperature, top_p, top_k, not greedy, one.max_tokens, not stops, stops)
+        sampling = Sampling(
+            one.temperature, top_p, top_k, not greedy, one.max_tokens, not stops, stops
+        )
         (done,) = self._engine.generate([Request(prompt, one.seed)], sampling)
         tokens = done.token_ids.tolist()
         pairs = zip(tokens, done.log_probs.tolist(), strict=True)
