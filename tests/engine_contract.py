@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from rolepool.errors import DataError, RolepoolError
-from rolepool.rollout.engine import Completion, Engine, Request, Sampling, filter_logits
+from rolepool.rollout.engine import Completion, Engine, Request, Sampling
+from rolepool.rollout.sampling import filter_logits
 
 ROUNDING = 1e-4
 """How far apart rounding may bring logits, probabilities and log-probs of float32 models; 7e-6 has

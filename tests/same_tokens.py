@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine_contract import ROUNDING, forward_logits
 from rolepool.rollout import Completion, Request, Sampling, native
-from rolepool.rollout.engine import filter_logits, seed_streams, uniforms
+from rolepool.rollout.sampling import filter_logits, seed_streams, uniforms
 
 NOISE = 1e-5
 """Added to logits in tests, up or down: more than the rounding of any CPU."""

@@ -23,7 +23,7 @@ from transformers import (
 from engine_contract import check_weight_updates, forward_log_probs, largest_difference
 from rolepool.rollout import NativeEngine, Request, Sampling, sample_seed
 from rolepool.rollout.decoder import UNLIMITED
-from rolepool.rollout.engine import choose, filter_logits, seed_streams
+from rolepool.rollout.sampling import choose, filter_logits, seed_streams
 from same_tokens import assert_same_tokens, token_ids
 
 pytestmark = pytest.mark.gpu

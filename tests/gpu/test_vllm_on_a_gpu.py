@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rolepool.rollout.engine import Request, Sampling, sample_seed
+from rolepool.rollout.engine import Request, Sampling
+from rolepool.rollout.sampling import sample_seed
 from rolepool.rollout.transformers_engine import TransformersEngine
 from rolepool.rollout.vllm_engine import VllmEngine
 from tiny_models import make_model, write_model

@@ -13,7 +13,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from rolepool.config import load_config
 from rolepool.errors import ConfigError
 from rolepool.rollout import Sampling, sample_seed
-from rolepool.rollout.engine import choose, filter_logits, seed_streams, uniforms
+from rolepool.rollout.sampling import choose, filter_logits, seed_streams, uniforms
 
 PLAIN = Sampling(
     temperature=1.0,

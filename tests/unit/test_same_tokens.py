@@ -14,8 +14,8 @@ from torch import Tensor
 from engine_contract import ROUNDING, forward_logits
 from rolepool.rollout import Request, Sampling, native
 from rolepool.rollout.decoder import Decoder
-from rolepool.rollout.engine import seed_streams, uniforms
 from rolepool.rollout.kv_cache import SlotCache
+from rolepool.rollout.sampling import seed_streams, uniforms
 from same_tokens import assert_same_completions, assert_same_tokens, distance_to_choice
 
 PROMPT = [1, 2, 3]

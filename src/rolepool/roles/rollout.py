@@ -19,7 +19,7 @@ from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.worker import part
 from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import ModelRole, Setup
-from rolepool.rollout.engine import ABILITIES, Engine, Request, Sampling, sample_seed
+from rolepool.rollout.engine import ABILITIES, Engine, Request, Sampling
 from rolepool.rollout.environments import (
     ROW_COLUMNS,
     columns_of,
@@ -27,6 +27,7 @@ from rolepool.rollout.environments import (
     rows_of,
     token_columns,
 )
+from rolepool.rollout.sampling import sample_seed
 
 Purpose = Literal["train", "validate", "baseline"]
 """What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of

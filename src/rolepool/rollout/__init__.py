@@ -3,7 +3,8 @@
 Does not know about pools, nor how responses become training batches.
 """
 
-from rolepool.rollout.engine import Completion, Engine, Request, Sampling, sample_seed
+from rolepool.rollout.engine import Completion, Engine, Request, Sampling
 from rolepool.rollout.native import NativeEngine
+from rolepool.rollout.sampling import sample_seed
 
 __all__ = ["Completion", "Engine", "NativeEngine", "Request", "Sampling", "sample_seed"]

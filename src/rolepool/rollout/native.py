@@ -25,15 +25,9 @@ from rolepool.models.packing import on_device
 from rolepool.placement.estimate import cache_room
 from rolepool.protocol.worker import WorkerContext, free_bytes, part, work_of
 from rolepool.rollout.decoder import Decoder, Piece, cache_shape, join_weights, refuse_unknown
-from rolepool.rollout.engine import (
-    Completion,
-    Request,
-    Sampling,
-    StreamedEngine,
-    choose,
-    seed_streams,
-)
+from rolepool.rollout.engine import Completion, Request, Sampling, StreamedEngine
 from rolepool.rollout.kv_cache import DecodeBatch, SlotCache
+from rolepool.rollout.sampling import choose, seed_streams
 from rolepool.rollout.tensor_parallel import Shard, TensorParallel
 
 _REFILL_FRACTION = 8

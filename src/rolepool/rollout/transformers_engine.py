@@ -18,14 +18,8 @@ from torch import Tensor, nn
 from rolepool.config import Config
 from rolepool.errors import ConfigError
 from rolepool.protocol.worker import WorkerContext, part, work_of
-from rolepool.rollout.engine import (
-    Completion,
-    Request,
-    Sampling,
-    StreamedEngine,
-    choose,
-    seed_streams,
-)
+from rolepool.rollout.engine import Completion, Request, Sampling, StreamedEngine
+from rolepool.rollout.sampling import choose, seed_streams
 
 
 def transformers_engine(
