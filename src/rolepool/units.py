@@ -1,4 +1,4 @@
-"""Numbers as people read them: an amount of memory in the unit that fits."""
+"""Numbers as people read them: an amount of memory, or a duration, in the unit that fits."""
 
 KIB = 1024
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -15,3 +15,18 @@ def show_bytes(num_bytes: float) -> str:
         amount /= KIB
         power += 1
     return f"{amount:.1f} {UNITS[power]}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in a unit that needs no exponent."""
+    if seconds >= 2 * 3600:
+        return f"{seconds / 3600:.3g} h"
+    if seconds >= 2 * 60:
+        return f"{seconds / 60:.3g} min"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    if seconds >= 1e-3:
+        return f"{seconds / 1e-3:.3g} ms"
+    if seconds:
+        return f"{seconds * 1e6:.3g} µs"
+    return "0 s"

@@ -15,8 +15,11 @@ from rolepool.metrics.spans import step_bounds
 from rolepool.placement import build_plan
 from rolepool.placement.roles import ROLE_SPECS
 from rolepool.planner.predict import Prediction
-from rolepool.report.findings import Finding, by_step, duration, find, outside_load, summarise
+from rolepool.report.findings import Finding, find
+from rolepool.report.outside_load import outside_load
 from rolepool.report.run import Run
+from rolepool.report.summary import by_step, summarise
+from rolepool.units import duration
 
 
 def findings_of(run: Run, predicted: Sequence[Prediction] = ()) -> list[Finding]:

@@ -41,7 +41,7 @@ from rolepool.report.comparison_page import (
     ticks,
     write_comparison,
 )
-from rolepool.report.findings import outside_load
+from rolepool.report.outside_load import outside_load
 from rolepool.report.run import finite_values, read_logs
 from rolepool.trainer.supervisor import wait_for
 

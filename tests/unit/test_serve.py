@@ -30,9 +30,9 @@ from web_driver import CHROMIUM, DRIVER, browser
 
 from commands import Outcome
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.report.findings import duration
 from rolepool.report.run import NUM_SAMPLES, TAIL_BYTES, read_run, sampled_lines
 from rolepool.report.serve import SPAN_BYTES, Server, describe, find_runs
+from rolepool.units import duration
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&"
 TEN_STEPS = "trainer.total_training_steps=10"

@@ -24,7 +24,7 @@ from rolepool.errors import ConfigError, Terminated, collected
 from rolepool.metrics.run_folder import validation_score
 from rolepool.placement.checks import plan_problems
 from rolepool.report import plots
-from rolepool.report.findings import duration, outside_load
+from rolepool.report.outside_load import outside_load
 from rolepool.report.run import (
     TIMING,
     Run,
@@ -34,6 +34,7 @@ from rolepool.report.run import (
     read_parts,
     value_at,
 )
+from rolepool.units import duration
 
 NUM_RESAMPLES = 2000
 MIN_STEPS = 5

@@ -29,8 +29,8 @@ from rolepool.report.compare import (
     with_unit,
 )
 from rolepool.report.curves import binned
-from rolepool.report.findings import duration
 from rolepool.report.run import TIMING, MetricsByStep, Run, finite_values
+from rolepool.units import duration
 
 MAX_POINTS = 200
 """Points of a line."""

@@ -30,7 +30,6 @@ from rolepool.metrics.run_folder import last_lines, validation_score
 from rolepool.metrics.spans import Recorded
 from rolepool.reading import open_regular
 from rolepool.report.comparison_page import TEMPLATES
-from rolepool.report.findings import duration
 from rolepool.report.page_process import LIMIT_S, REPORT_BYTES, make_page
 from rolepool.report.run import (
     TIMING,
@@ -43,6 +42,7 @@ from rolepool.report.run import (
     state_of,
     value_at,
 )
+from rolepool.units import duration
 
 READ_FILES = {
     "config.yaml",

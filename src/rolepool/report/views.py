@@ -23,7 +23,7 @@ from rolepool.metrics.sampling import Sample, pool_use
 from rolepool.metrics.spans import BETWEEN_STEPS, NONE, Timeline, lanes, step_bounds
 from rolepool.report.compare import measured_steps
 from rolepool.report.curves import chart_of, small_charts
-from rolepool.report.findings import SpansByStep, around, by_step, find, summarise
+from rolepool.report.findings import find
 from rolepool.report.plots import (
     REWARD,
     TABLES,
@@ -43,6 +43,7 @@ from rolepool.report.run import (
     value_at,
 )
 from rolepool.report.samples import samples_of
+from rolepool.report.summary import SpansByStep, around, by_step, summarise
 
 MAX_SPANS = 10_000
 MAX_LANES = 500

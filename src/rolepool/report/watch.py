@@ -20,11 +20,10 @@ from rich.text import Text
 
 from rolepool.metrics.run_folder import State, sparkline
 from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
-from rolepool.report.findings import duration
 from rolepool.report.plots import colors_for
 from rolepool.report.run import finite_values, parts_of, read_run, sampled_lines, state_of
 from rolepool.terminal import Terminal
-from rolepool.units import show_bytes
+from rolepool.units import duration, show_bytes
 
 LAST_STEPS = 5
 """Steps over which a pool's busy fraction is averaged."""

@@ -1,0 +1,94 @@
+"""Averages over the steps of a run: where the time of each pool went, and the critical path.
+
+Owns which steps are averaged. The report page shows the averages, and `findings` explains them.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain, groupby
+from statistics import fmean
+from typing import NamedTuple
+
+from rolepool.metrics.spans import Recorded, Timeline, critical_path, lanes, step_metrics
+
+MAX_STEPS = 200
+"""Steps over which averages are computed."""
+
+SpansByStep = Mapping[int, Sequence[Recorded]]
+
+
+class Summary(NamedTuple):
+    """Averages over `steps`."""
+
+    steps: list[int]
+    step_s: float
+    num_ranks: Mapping[str, int]
+    """Ranks of each pool."""
+    pools_s: dict[str, dict[tuple[str, str, str], float]]
+    """Where each pool's time went: seconds per step, averaged over its ranks, by kind ("busy" or a
+    kind of wait), and the pool and operation that it worked on or waited for."""
+    path_s: dict[tuple[str, str], float]
+    """Seconds of the critical path per step, by pool and operation; hand-overs between calls have
+    two empty names."""
+    saved_s: float
+
+
+def by_step(spans: Sequence[Recorded]) -> SpansByStep:
+    in_order = sorted(spans, key=lambda recorded: recorded.step)
+    return {step: [*group] for step, group in groupby(in_order, key=lambda recorded: recorded.step)}
+
+
+def around(grouped: SpansByStep, first: int, last: int) -> Timeline:
+    """The spans of these steps, and of the steps before and after, which may overlap or explain
+    them."""
+    near = [spans for step, spans in grouped.items() if first - 1 <= step <= last + 1]
+    return Timeline(chain.from_iterable(near))
+
+
+def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -> Summary:
+    """Averages over at most `MAX_STEPS` steps, evenly spaced."""
+    steps = _choose_steps(sorted(bounds))
+    count = len(steps)
+    num_ranks: Counter[str] = Counter()
+    pools_s: dict[str, dict[tuple[str, str, str], float]] = defaultdict(lambda: defaultdict(float))
+    path_s: dict[tuple[str, str], float] = defaultdict(float)
+    saved_s = 0.0
+
+    for step in steps:
+        spans = around(grouped, step, step)
+        start_s, end_s = bounds[step]
+        num_ranks |= Counter(pool for pool, _ in spans.of_rank)
+
+        for (pool, _), lane in lanes(spans, start_s, end_s).items():
+            pool_s = pools_s[pool]
+            for piece in lane:
+                kind_of_time = (piece.kind, piece.pool, piece.operation)
+                pool_s[kind_of_time] += piece.duration_s / num_ranks[pool] / count
+
+        for link in critical_path(spans, start_s, end_s):
+            path_s[link.pool, link.operation] += link.duration_s / count
+
+        saved_s += step_metrics(spans, start_s, end_s)["overlap/saved_s"] / count
+
+    return Summary(
+        steps=steps,
+        step_s=_mean_step_s(steps, bounds),
+        num_ranks=num_ranks,
+        pools_s=pools_s,
+        path_s=path_s,
+        saved_s=saved_s,
+    )
+
+
+def _choose_steps(steps: Sequence[int]) -> list[int]:
+    """At most `MAX_STEPS` steps, evenly spaced. The first step is skipped if there are others,
+    because it includes the warm-up."""
+    candidates = steps[1:] or steps
+    count = min(len(candidates), MAX_STEPS)
+    return [candidates[len(candidates) * index // count] for index in range(count)]
+
+
+def _mean_step_s(steps: Sequence[int], bounds: Mapping[int, tuple[float, float]]) -> float:
+    if not steps:
+        return 0.0
+    return fmean(bounds[step][1] - bounds[step][0] for step in steps)
