@@ -12,7 +12,7 @@ from rolepool.config import Config, load_config
 from rolepool.data import files
 from rolepool.data.demo import make_demo
 from rolepool.data.prompts import PromptSet, load_tokenizer
-from rolepool.data.reasoning_gym import open_generator
+from rolepool.data.reasoning_gym import open_generator, reason_of_repeats
 from rolepool.data.reward_functions import load_reward_function
 from rolepool.data.reward_signatures import Row
 from rolepool.errors import ConfigError, RolepoolError
@@ -129,7 +129,7 @@ def test_validation_items_that_occur_in_training_are_left_out_and_counted(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    config = config_of(model, f"{KEY}={SUMS}&size=40", f"data.val_files={SUMS}&size=60&seed=2")
+    config = config_of(model, f"{KEY}={SUMS}&size=40", f"data.val_files={SUMS}&size=60&seed=1001")
     training, validation = prompts_of(config, "train"), prompts_of(config, "val")
     validation.leave_out(training)
     known = {str(prompt) for prompt in training.take(range(len(training)))["raw_prompt"]}
@@ -143,9 +143,48 @@ def test_validation_items_that_occur_in_training_are_left_out_and_counted(
 
 
 def test_no_validation_items_left_is_an_error(model: Path) -> None:
-    config = config_of(model, f"{KEY}={SUMS}&size=40", f"data.val_files={SUMS}&size=20")
+    tens = "reasoning_gym:chain_sum?min_terms=1&max_terms=1&min_digits=1&max_digits=1"
+    config = config_of(model, f"{KEY}={tens}&size=200", f"data.val_files={tens}&size=20&seed=1001")
     with pytest.raises(
         RolepoolError,
         match="20 of 20 prompts also occur in training; give the generator another seed",
     ):
         prompts_of(config, "val").leave_out(prompts_of(config, "train"))
+
+
+def test_seeds_that_overlap_are_named_as_the_reason_with_a_seed_that_does_not(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = f"{KEY}={SUMS}&size=40"
+    config = config_of(model, training, f"data.val_files={SUMS}&size=20&seed=2")
+    with pytest.raises(RolepoolError) as caught:
+        prompts_of(config, "val").leave_out(prompts_of(config, "train"))
+    (line,) = caught.value.problems
+    assert "20 of 20 prompts also occur in training; item i of a generator has the seed" in line
+    assert "seed=2 repeats items of seed=1 with size=40; write seed=41 or higher" in line
+
+    config = config_of(model, training, f"data.val_files={SUMS}&size=60&seed=40")
+    prompts_of(config, "val").leave_out(prompts_of(config, "train"))
+    assert "seed=40 repeats items of seed=1 with size=40" in caplog.text
+
+    caplog.clear()
+    config = config_of(model, training, f"data.val_files={SUMS}&size=60&seed=41")
+    prompts_of(config, "val").leave_out(prompts_of(config, "train"))
+    assert "repeats items" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("training", "validation", "repeats"),
+    [
+        (f"{SUMS}&size=40&seed=1", f"{SUMS}&size=1&seed=40", True),
+        (f"{SUMS}&size=40&seed=1", f"{SUMS}&size=1&seed=41", False),
+        (f"{SUMS}&size=1&seed=41", f"{SUMS}&size=40&seed=1", False),
+        (f"{SUMS}&size=1&seed=40", f"{SUMS}&size=40&seed=1", True),
+        (f"{SUMS}&seed=1&size=40", "reasoning_gym:basic_arithmetic?size=40&seed=1", False),
+        (f"{SUMS}&seed=1&size=40", f"{SUMS}&allow_negation=true&size=40&seed=1", False),
+    ],
+)
+def test_two_generators_repeat_items_if_task_parameters_and_seeds_meet(
+    training: str, validation: str, repeats: bool
+) -> None:
+    assert (reason_of_repeats(training, validation) is not None) == repeats

@@ -32,7 +32,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rolepool.config import Config, show
 from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data.files import BadRow, Row, check_row, lines_by_kind, open_rows, used_columns
-from rolepool.data.reasoning_gym import is_generator
+from rolepool.data.reasoning_gym import is_generator, reason_of_repeats
 from rolepool.data.reward_needs import needs_of
 from rolepool.data.tools import template_options
 from rolepool.errors import ConfigError, DataError, explained, logger, one_line
@@ -131,7 +131,8 @@ class PromptSet:
         Files are not compared: whoever wrote them chose their rows, and all rows would be read a
         second time.
         """
-        if not any(map(is_generator, self._config.at(self.key))):
+        generators = [path for path in self._config.at(self.key) if is_generator(path)]
+        if not generators:
             return
         known = set(training._questions())
         is_known = np.array([question in known for question in self._questions()])
@@ -139,10 +140,24 @@ class PromptSet:
         if not num_known:
             return
         what = f"{self.key}: {num_known} of {len(self)} prompts also occur in training"
+        reason = training._reason_of_repeats_in(generators)
         if num_known == len(self):
-            raise DataError(f"{what}; give the generator another seed, more items or a wider range")
-        logger.info("%s, and are left out", what)
+            fix = reason or "give the generator another seed, more items or a wider range"
+            raise DataError(f"{what}; {fix}")
+        if reason is None:
+            logger.info("%s, and are left out", what)
+        else:
+            logger.warning("%s, and are left out; %s", what, reason)
         self._rows = self._rows[~is_known]
+
+    def _reason_of_repeats_in(self, generators: Sequence[str]) -> str | None:
+        """Why validation repeats these prompts, if the seeds of generators are the reason."""
+        for path in filter(is_generator, self._config.at(self.key)):
+            for generator in generators:
+                reason = reason_of_repeats(path, generator)
+                if reason is not None:
+                    return reason
+        return None
 
     def _questions(self) -> Iterator[str]:
         """The text of each prompt."""

@@ -26,7 +26,10 @@ ENTRY = "reasoning_gym"
 """The name in `extra_info` of what the verifier needs."""
 MAX_SIZE = 1_000_000
 DEFAULTS = {"size": 1000, "seed": 1}
-FORM = "write reasoning_gym:TASK?name=value&name=value, such as reasoning_gym:chain_sum?max_terms=2&size=1500"
+FORM = (
+    "write reasoning_gym:TASK?name=value&name=value, "
+    "such as reasoning_gym:chain_sum?max_terms=2&size=1500"
+)
 
 
 def is_generator(path: str) -> bool:
@@ -46,6 +49,27 @@ def check_generator(path: str, key: str) -> None:
     _parts_of(path, key)
 
 
+def reason_of_repeats(training: str, validation: str) -> str | None:
+    """Why two generators make the same items, with a seed for validation that repeats none of
+    them; None if their seeds do not overlap, or if they are different tasks.
+
+    Neighbouring seeds look different, but a generator gives item i the seed `seed` + i.
+    """
+    task, parameters = _parts_of(training, "data.train_files")
+    other_task, other_parameters = _parts_of(validation, "data.val_files")
+    start, size = (parameters.pop(name) for name in ("seed", "size"))
+    other_start, other_size = (other_parameters.pop(name) for name in ("seed", "size"))
+    if (task, parameters) != (other_task, other_parameters):
+        return None
+    end = start + size
+    if other_start >= end or start >= other_start + other_size:
+        return None
+    return (
+        f"item i of a generator has the seed `seed` + i, so seed={other_start} repeats items of "
+        f"seed={start} with size={size}; write seed={end} or higher in data.val_files"
+    )
+
+
 def _parts_of(path: str, key: str) -> tuple[str, dict[str, Any]]:
     """The task, and its parameters."""
     task, _, query = path.removeprefix(PREFIX).partition("?")
@@ -58,11 +82,13 @@ def _parts_of(path: str, key: str) -> tuple[str, dict[str, Any]]:
     for name in DEFAULTS:
         if type(parameters[name]) is not int or not 0 <= parameters[name] <= MAX_SIZE:
             raise ConfigError(
-                f"{key}={path}: {name}={show(parameters[name])} must be an integer from 0 to {MAX_SIZE}"
+                f"{key}={path}: {name}={show(parameters[name])} must be an integer "
+                f"from 0 to {MAX_SIZE}"
             )
     if find_spec("reasoning_gym") is None:
         raise ConfigError(
-            f"{key}={path}: needs the package reasoning-gym; run pip install 'rolepool[reasoning-gym]'"
+            f"{key}={path}: needs the package reasoning-gym; "
+            "run pip install 'rolepool[reasoning-gym]'"
         )
     return task, parameters
 
