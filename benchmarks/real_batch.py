@@ -110,7 +110,7 @@ def main() -> int:
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         logged = {name: value for line in lines for name, value in json.loads(line).items()}
     step = trainer.kept
-    tokens = step.calls["gen"][0].get(keys=TOKENS).batch
+    tokens = step.generation.get(keys=TOKENS).batch
     responses = [row.tolist() for row in rows_of_responses(tokens)]
     rows = [row.tolist() for row in tokens["input_ids"].unbind()]
     prompts = [

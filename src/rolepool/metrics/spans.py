@@ -3,8 +3,8 @@
 Every timing that anybody sees is computed from spans. Times are seconds since the epoch on the
 driver's clock; times of other nodes are converted to it before they are written. Spans are
 explained after the fact, from three rules: a rank runs its calls one after another; a call starts
-after the calls whose results are its inputs; a call starts after the driver has queued it. The only
-operation known by name is generation, because a step begins with it.
+after the calls whose results are its inputs; a call starts after the driver has queued it. The
+table of roles says which operation begins a step.
 """
 
 import time
@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, Self
 
 from rolepool.placement.plan import DRIVER as DRIVER
 from rolepool.placement.plan import RULE_POOL as RULE_POOL
+from rolepool.placement.roles import FIRST_OPERATION
 from rolepool.reading import Integer, Number
 
 NONE = -1
@@ -272,7 +273,7 @@ def step_bounds(spans: Iterable[Recorded]) -> dict[int, tuple[float, float]]:
             paused.add(step)
             continue
         ends[step] = max(ends.get(step, span.end_s), span.end_s)
-        if operation == "gen":
+        if operation == FIRST_OPERATION:
             starts[step] = min(starts.get(step, span.start_s), span.start_s)
     following = {step: start_s for step, start_s in starts.items() if step - 1 not in paused}
     return {step: (starts[step], following.get(step + 1, ends[step])) for step in sorted(starts)}
@@ -362,7 +363,7 @@ def critical_path(timeline: Timeline, start_s: float, end_s: float) -> list[Inte
     starting = [
         at
         for at, one in enumerate(timeline)
-        if one.operation == "gen" and one.span.start_s == end_s
+        if one.operation == FIRST_OPERATION and one.span.start_s == end_s
     ]
     started = [at for at, one in enumerate(timeline) if one.span.start_s < end_s]
     last = max(

@@ -188,6 +188,9 @@ _BY_NAME = {
 OPERATIONS = {name: _BY_NAME[name] for name in dict.fromkeys((*_TABLE.step, *_BY_NAME))}
 """By name, in the order of a step, which is also the order of legends. A test compares it with the
 step itself. Operations of added roles come last."""
+FIRST_OPERATION = _TABLE.step[0]
+"""The name of the operation that begins a step: the generation of its responses. Whoever asks where
+a step begins compares with this name, so that only the table knows it."""
 
 
 def register_role(spec: RoleSpec) -> None:

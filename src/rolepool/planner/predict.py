@@ -25,7 +25,7 @@ from rolepool.metrics.spans import DRIVER, RULE_POOL
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory, shape_of
 from rolepool.placement.plan import Plan, Schedule, ScheduledCall
-from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
+from rolepool.placement.roles import FIRST_OPERATION, OPERATIONS, ROLE_SPECS, Role
 from rolepool.planner.profile import (
     NO_ROLE,
     REST,
@@ -88,7 +88,9 @@ class Simulated(NamedTuple):
     def _bounds(self) -> tuple[int, int]:
         """The positions of the generations that begin and end the step."""
         *_, begin, end = (
-            position for position, call in enumerate(self.calls) if call.operation == "gen"
+            position
+            for position, call in enumerate(self.calls)
+            if call.operation == FIRST_OPERATION
         )
         return begin, end
 

@@ -34,7 +34,7 @@ from rolepool.metrics.spans import (
 )
 from rolepool.placement.estimate import MicroBatch, shape_of
 from rolepool.placement.plan import Plan
-from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Operation, Role
+from rolepool.placement.roles import FIRST_OPERATION, OPERATIONS, ROLE_SPECS, Operation, Role
 from rolepool.planner.sharding import PieceSharding, ShardingCosts
 
 Array = npt.NDArray[np.float64]
@@ -385,7 +385,7 @@ class Profile:
                 self._fetched += span.part_seconds.get("fetch", 0.0), span.num_bytes
                 for name, work, _ in _works_of(span, num_rows):
                     total.parts[name] += work
-            if operation == "gen":
+            if operation == FIRST_OPERATION:
                 _add_generation(rows, data, max(of_call, key=lambda span: span.duration_s))
 
     def rows_like(self, config: Config) -> tuple[Rows, float, float]:
@@ -492,7 +492,7 @@ def ranks_of(config: Config, plan: Plan, role: str, pool: str, operation: str) -
 def measured_steps(spans: Iterable[Recorded]) -> list[int]:
     """The steps of a recording that are used: not the first ones, and not a step that has not
     ended."""
-    steps = sorted({one.step for one in spans if one.operation == "gen"})
+    steps = sorted({one.step for one in spans if one.operation == FIRST_OPERATION})
     used = steps[min(NUM_WARM_STEPS, max(0, len(steps) - 2)) :]
     stride = max(1, len(used) // MAX_STEPS)
     return used[::stride]

@@ -29,7 +29,7 @@ from rolepool.models.checkpoint import remove_unfinished
 from rolepool.models.sharding_times import measure_sharding
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
-from rolepool.placement.roles import ROLE_SPECS
+from rolepool.placement.roles import FIRST_OPERATION, ROLE_SPECS
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import Reward, build_roles, check_inputs, check_prompts
 from rolepool.trainer.checkpoint import BadSteps, Checkpoints, Position, Source
@@ -327,14 +327,10 @@ class Trainer:
         step = self.step(self.config, self.roles, self.estimator, prompts, number)
         self.snapshots.take(self.roles, self._position(number))
         if (folder := self.config.trainer.rollout_data_dir) is not None:  # while the updates run
-            samples = samples_of(
-                prompts, step.calls["gen"][0], step.estimated.scored, self.tokenizer
-            )
+            samples = samples_of(prompts, step.generation, step.estimated.scored, self.tokenizer)
             write_samples("trainer.rollout_data_dir", folder, number, samples)
         if records_responses(number, self.num_steps):
-            samples = samples_of(
-                prompts, step.calls["gen"][0], step.estimated.scored, self.tokenizer
-            )
+            samples = samples_of(prompts, step.generation, step.estimated.scored, self.tokenizer)
             recorded = list(islice(samples, NUM_TRAINING_SAMPLES))
             self.folder.add_samples(number, recorded, "training_responses")
             if number == self.num_steps and not self._validates_at_the_end:
@@ -614,8 +610,8 @@ class Trainer:
         if step is None:
             return
         recorded = record(step)
-        generation = following.calls["gen"][0].spans() if following else []
-        after = [Recorded(step.number + 1, "gen", span) for span in generation]
+        generation = following.generation.spans() if following else []
+        after = [Recorded(step.number + 1, FIRST_OPERATION, span) for span in generation]
         metrics = step_row(step, recorded, self._before, after, self.plan)
         self._before, self._unfinished = recorded, None
         if step.number <= self._last_row:

@@ -15,7 +15,7 @@ from rolepool.config import Config
 from rolepool.config.functions import ADV_ESTIMATORS, Needs, import_object
 from rolepool.config.schema import all_keys
 from rolepool.placement.plan import NEXT_STEP, Schedule, ScheduledCall
-from rolepool.placement.roles import Role, needed_roles
+from rolepool.placement.roles import FIRST_OPERATION, Role, needed_roles
 from rolepool.trainer.step import Roles, StepCalls, ppo_step, remax_step
 
 Step = Callable[..., StepCalls]
@@ -57,7 +57,7 @@ def schedule_of(config: Config) -> Schedule:
         for call in batch.calls
     }
     num_calls = len(notes.made)
-    names[num_calls] = f"{NEXT_STEP}gen"
+    names[num_calls] = f"{NEXT_STEP}{FIRST_OPERATION}"
     run(config, roles, notes, PaperBatch(), number + 1)
     calls = enumerate(notes.made[: num_calls + 1])
     return Schedule(

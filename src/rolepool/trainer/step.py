@@ -21,7 +21,7 @@ import numpy.typing as npt
 from rolepool.config import Config
 from rolepool.config.model_keys import ActorConfig, CriticConfig
 from rolepool.models.micro_batches import rank_order
-from rolepool.placement.roles import Role, trained_roles
+from rolepool.placement.roles import FIRST_OPERATION, Role, trained_roles
 from rolepool.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ class StepCalls:
     scored: DataProtoFuture
     """`entropy_sums` of the policy that generated; `rollout_log_probs` and `old_log_probs` if they
     are compared."""
+
+    @property
+    def generation(self) -> CallFuture:
+        """The call that generated the responses, with which the step began."""
+        return self.calls[FIRST_OPERATION][0]
 
 
 def ppo_step(
@@ -118,7 +123,13 @@ def learn(
             )
         updates["update_weights"] = roles.sync_weights(number)
 
-    scoring = {"gen": rollouts, "reward": scores, "values": values, "old_log_prob": old, "ref": ref}
+    scoring = {
+        FIRST_OPERATION: rollouts,
+        "reward": scores,
+        "values": values,
+        "old_log_prob": old,
+        "ref": ref,
+    }
     made: dict[str, Sequence[CallFuture]] = {
         name: [call] for name, call in scoring.items() if call is not None
     }
