@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from rolepool.cluster import process
-from rolepool.cluster.cluster import Monitors
+from rolepool.cluster.monitors import Monitors
 from rolepool.config import load_config
 from rolepool.data.demo import make_demo
 from rolepool.metrics.run_folder import RunFolder

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from roles_for_tests import Sleeper
 
 from rolepool.cluster import Cluster, RoleProxy, WorkerGroup
-from rolepool.cluster.cluster import Watchdog
+from rolepool.cluster.watchdog import Watchdog
 from rolepool.config import load_config
 from rolepool.metrics import Span
 from rolepool.metrics.run_folder import State
@@ -182,26 +183,32 @@ def test_making_a_role_has_a_span_too(groups: dict[str, WorkerGroup]) -> None:
 
 
 def test_the_live_state_says_what_each_pool_runs_now_and_what_waits(
-    groups: dict[str, WorkerGroup],
-    actor: RoleProxy,
-    critic: RoleProxy,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    groups: dict[str, WorkerGroup], actor: RoleProxy, critic: RoleProxy, tmp_path: Path
 ) -> None:
     written: list[State] = []
-    name = "rolepool.cluster.cluster.write_atomically"
-    monkeypatch.setattr(name, lambda _, pieces: written.append(State(**json.loads(*pieces))))
+
+    def follow(seconds: float) -> None:
+        """Read the states that are written in the next seconds."""
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            time.sleep(0.1)
+            with suppress(FileNotFoundError):
+                state = State(**json.loads((tmp_path / "state.json").read_text()))
+                if state not in written:
+                    written.append(state)
+
     live = Watchdog(groups, load_config([], []).config.trainer, tmp_path, print)
     try:
         live.begin("step 7")
         began_s = time.time()
         late = critic.add(batch_of(4), 1, seconds=2.5)
         waiting = actor.multiply(late, 2, seconds=2.0)
+        follow(4.3)
         waiting.get()
         ended_s = time.time()
-        time.sleep(1.2)
+        follow(1.2)
         live.begin("step 8")
-        time.sleep(1.2)
+        follow(1.2)
     finally:
         live.stop()
     steps = [state for state in written if state.what == "step 7"]

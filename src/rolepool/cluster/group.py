@@ -135,11 +135,8 @@ class WorkerGroup:
         cause = cause_of(error)
         if (known := self.known_failure(cause)) is not None:
             return known
-        healthy = [group for group in self._all_groups.values() if group.broken is None]
         errors = []
-        for dead, reason in find_deaths(
-            [process for group in healthy for process in group.processes], cause
-        ):
+        for dead, reason in find_deaths(processes_of_healthy(self._all_groups), cause):
             group = self._all_groups[dead.pool]
             ended = group._call_ended_by(dead) or call
             message = f"{dead} died during {ended.role}.{ended.method}: {reason}"
@@ -309,7 +306,7 @@ class PendingCall:
     """References to the reply of each rank and to the data that is stored for it."""
     start_s: float = field(default=0.0, init=False)
     end_s: float | None = field(default=None, init=False)
-    """When `calls_so_far` first saw that it could run (0 before that), and that it had ended."""
+    """When `watchdog.calls_so_far` first saw that it could run (0 before that), and that it had ended."""
     is_reported: bool = field(default=False, init=False)
     """Whether the watchdog has reported it as a stall."""
     _replies: list[Reply] | None = field(default=None, init=False)
@@ -379,6 +376,15 @@ class PendingCall:
 
 
 # Ray's errors
+
+
+def processes_of_healthy(groups: Mapping[str, WorkerGroup]) -> list[Process]:
+    """The processes of all groups that can be used."""
+    processes: list[Process] = []
+    for group in groups.values():
+        if group.broken is None:
+            processes += group.processes
+    return processes
 
 
 def is_death_of(process: Process, error: Any) -> bool:
