@@ -26,7 +26,8 @@ from rolepool.metrics import Span
 from rolepool.metrics.run_folder import validation_score
 from rolepool.metrics.spans import Timeline, critical_path, lanes, step_bounds
 from rolepool.report.run import read_logs, read_run
-from rolepool.trainer.loop import SAME_SIGNAL_S, Observer, Trainer
+from rolepool.trainer.interrupt import SAME_SIGNAL_S
+from rolepool.trainer.loop import Observer, Trainer
 from rolepool.trainer.rows import NUM_TRAINING_SAMPLES
 from span_times import extent_s, overlap_s
 

@@ -9,7 +9,8 @@ import pytest
 from rolepool.config import load_config
 from rolepool.errors import DivergedError
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.trainer.checkpoint import BadSteps, Checkpoints
+from rolepool.trainer.bad_steps import BadSteps
+from rolepool.trainer.checkpoint import Checkpoints
 
 GOOD, PARTLY_SKIPPED, BAD = (4, 0), (1, 3), (0, 4)
 

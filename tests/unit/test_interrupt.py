@@ -14,7 +14,7 @@ import pytest
 
 from rolepool.command_line import run_program
 from rolepool.errors import Terminated
-from rolepool.trainer.loop import SAME_SIGNAL_S, Interrupt
+from rolepool.trainer.interrupt import SAME_SIGNAL_S, Interrupt
 from rolepool.trainer.supervisor import wait_for
 
 

@@ -1,8 +1,7 @@
 """Checkpoints of a run: saving, finding the one to resume from, and exporting one as a Hugging Face
 folder.
 
-Owns `trainer.json`, which checkpoints are kept, and which steps are too bad to be saved, with the
-error that ends a run whose training has diverged. `models.checkpoint` owns the folder of each
+Owns `trainer.json`, and which checkpoints are kept. `models.checkpoint` owns the folder of each
 model.
 """
 
@@ -14,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
-from rolepool.config import Config, LoadedConfig, show
+from rolepool.config import Config
 from rolepool.config.model_files import model_folder
 from rolepool.config.saved import load_saved
-from rolepool.errors import ConfigError, DivergedError, explained, logger
+from rolepool.errors import ConfigError, explained
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.models import checkpoint as model_files
 from rolepool.placement.roles import ROLE_SPECS, Role, trained_roles
@@ -122,63 +121,6 @@ class Checkpoints:
             loads.append(role.load_checkpoint([str(by_node[node] / name) for node in nodes]))
         for call in loads:
             call.get()
-
-
-class BadSteps:
-    """The number of bad steps in a row of each trained role.
-
-    A step is bad for a role that skipped all its updates of the step, because no gradient was
-    finite. A step in which no response has a token makes no update either, but says nothing about
-    gradients: it does not count.
-    """
-
-    def __init__(self, loaded: LoadedConfig, checkpoints: Checkpoints) -> None:
-        self._loaded, self._checkpoints = loaded, checkpoints
-        self._num_in_a_row = dict.fromkeys(trained_roles(), 0)
-
-    @property
-    def reason(self) -> str | None:
-        """Why the last step must not be saved; None if it was not bad."""
-        roles = [role for role, number in self._num_in_a_row.items() if number]
-        return f"{' and '.join(roles)} made no finite update in it" if roles else None
-
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Count a step by its row of metrics. Raises DivergedError after too many bad steps in a
-        row."""
-        skipped = []
-        for role in self._num_in_a_row:
-            if f"{role}/updates" not in metrics:  # the actor, while the critic warms up
-                continue
-            num_made, num_skipped = (
-                int(metrics[f"{role}/updates"]),
-                int(metrics[f"{role}/skipped_updates"]),
-            )
-            if num_made:
-                self._num_in_a_row[role] = 0
-            elif num_skipped:
-                self._num_in_a_row[role] += 1
-            if num_skipped:
-                skipped.append(f"{num_skipped} of {num_made + num_skipped} updates of {role}")
-        if skipped:
-            logger.warning(
-                "step %d: skipped %s because the gradients are not finite",
-                step,
-                " and ".join(skipped),
-            )
-        limit = self._loaded.config.trainer.max_bad_steps
-        diverged = [role for role, number in self._num_in_a_row.items() if number >= limit]
-        if diverged:
-            keys = [
-                f"{ROLE_SPECS[role].section}.{name}"
-                for role in diverged
-                for name in ("optim.lr", "grad_clip")
-            ]
-            values = " or ".join(f"{key}={show(self._loaded.value_of(key))}" for key in keys)
-            what = f"{' and '.join(diverged)} made no finite update in the last {limit} steps, up to step {step}"
-            fix = f"lower {values}, or look for rewards that are too large; {self._checkpoints.newest_in_words}"
-            raise DivergedError(
-                f"{what} (trainer.max_bad_steps={limit}): training has diverged; {fix}"
-            )
 
 
 def _check(folder: Path) -> None:

@@ -4,23 +4,20 @@ Owns the order of things around a step. A step's row is written when its last ca
 is after the next step has begun. Saving and validating wait for that.
 """
 
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 
 import torch
 
 from rolepool.cluster import Cluster, Prepared, next_call_number
 from rolepool.config import Config, LoadedConfig
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
-from rolepool.errors import ConfigError, PlacementError, Terminated, WorkerError, logger, one_line
+from rolepool.errors import ConfigError, PlacementError, WorkerError, one_line
 from rolepool.metrics.run_folder import Loggers, RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.sharding_times import SHARDING_FILE, ShardingTimes
@@ -31,10 +28,12 @@ from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.roles import FIRST_OPERATION, ROLE_SPECS
 from rolepool.trainer.advantages import Estimator, repeated
+from rolepool.trainer.bad_steps import BadSteps
 from rolepool.trainer.build import Reward, build_roles, check_inputs, check_prompts
-from rolepool.trainer.checkpoint import BadSteps, Checkpoints, Position, Source
+from rolepool.trainer.checkpoint import Checkpoints, Position, Source
 from rolepool.trainer.console import NUM_SHOWN_SAMPLES
 from rolepool.trainer.console import Observer as Observer
+from rolepool.trainer.interrupt import Interrupt
 from rolepool.trainer.moves import (
     NUM_CALIBRATION_STEPS,
     Move,
@@ -60,43 +59,6 @@ from rolepool.trainer.rows import (
 from rolepool.trainer.snapshots import Snapshots
 from rolepool.trainer.step import StepCalls, TrainedCalls
 from rolepool.trainer.supervisor import Death
-
-SAME_SIGNAL_S = 0.3
-"""Signals within this time count as one. `timeout` sends two: to its child, and to the child's
-process group."""
-
-
-class Interrupt:
-    """Ctrl-C or SIGTERM. In a step, the first lets the step finish and the second drops it. Outside
-    of steps, the first one ends the run."""
-
-    def __init__(self) -> None:
-        self.asked = self.in_steps = False
-        self._last_s = 0.0
-        self._error = KeyboardInterrupt
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Handle signals in the block; in the main thread only, because Python delivers them
-        nowhere else."""
-        is_main = threading.current_thread() is threading.main_thread()
-        with ExitStack() as restored:
-            for number in (signal.SIGINT, signal.SIGTERM) if is_main else ():
-                restored.callback(signal.signal, number, signal.signal(number, self._ask))
-            try:
-                yield
-            except KeyboardInterrupt as interrupt:  # the only kind that Ray passes on
-                raise self._error(*interrupt.args) from None
-
-    def _ask(self, signum: int, frame: FrameType | None) -> None:
-        last_s, self._last_s = self._last_s, time.monotonic()
-        if self._last_s - last_s < SAME_SIGNAL_S:
-            return
-        self._error = Terminated if signum == signal.SIGTERM else KeyboardInterrupt
-        if self.asked or not self.in_steps:
-            raise KeyboardInterrupt
-        self.asked = True
-        logger.warning("interrupted: finishing this step; press Ctrl-C again to drop it")
 
 
 class Trainer:
