@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine_contract import ROUNDING, forward_logits
-from rolepool.rollout import Completion, Request, Sampling, native
+from rolepool.rollout import Completion, Request, Sampling, generation
 from rolepool.rollout.sampling import filter_logits, seed_streams, uniforms
 
 NOISE = 1e-5
@@ -103,12 +103,12 @@ def token_ids(completions: Sequence[Completion]) -> list[list[int]]:
 def noise_on_logits(scale: float, seed: int = 0) -> Iterator[None]:
     """Add pseudo-random numbers within `scale` to all logits that engines sample from, other ones
     in every step."""
-    exact, generator = native.choose, torch.Generator().manual_seed(seed)
+    exact, generator = generation.choose, torch.Generator().manual_seed(seed)
 
     def noisy(logits_bv: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         noise = 2 * torch.rand(logits_bv.shape, generator=generator, dtype=logits_bv.dtype) - 1
         return exact(logits_bv + scale * noise, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "choose", noisy)
+        patch.setattr(generation, "choose", noisy)
         yield

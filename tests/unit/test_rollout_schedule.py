@@ -15,7 +15,7 @@ from engine_contract import check_weight_updates, in_turns
 from rolepool.rollout import Request, sample_seed
 from rolepool.rollout.decoder import Decoder, join_weights
 from rolepool.rollout.kv_cache import CacheShape, DecodeBatch, SlotCache
-from rolepool.rollout.native import bucket_of
+from rolepool.rollout.step_graphs import bucket_of
 from rolepool.rollout.tensor_parallel import Shard, TensorParallel
 from same_tokens import assert_same_completions
 
@@ -39,7 +39,7 @@ def test_looking_at_rows_every_few_steps_does_not_change_what_is_said(
     sampling = dataclasses.replace(SAMPLED, ignore_eos=False, stop_token_ids=stop_token_ids)
     expected = make_engine(model).generate(requests, sampling)
     engine = make_engine(model)
-    engine._check_interval = interval
+    engine.check_interval = interval
     got = engine.generate(requests, sampling)
     assert_same_completions(model, requests, sampling, got, expected)
     assert len({len(one.token_ids) for one in got}) > 3

@@ -12,7 +12,7 @@ from test_rollout_native import GREEDY, SAMPLED, make_engine, make_model, make_r
 from torch import Tensor
 
 from engine_contract import ROUNDING, forward_logits
-from rolepool.rollout import Request, Sampling, native
+from rolepool.rollout import Request, Sampling, generation
 from rolepool.rollout.decoder import Decoder
 from rolepool.rollout.kv_cache import SlotCache
 from rolepool.rollout.sampling import seed_streams, uniforms
@@ -88,8 +88,8 @@ def with_wrong_positions(patch: pytest.MonkeyPatch) -> None:
     """Every decode step of a row stands where the token before it does."""
     decode = Decoder.decode
 
-    def wrong(self: Decoder, cache: Any, tokens: Tensor, positions: Tensor, *more: Any) -> Tensor:
-        return decode(self, cache, tokens, positions - 1, *more)
+    def wrong(self: Decoder, cache: Any, *, positions_b: Tensor, **inputs: Any) -> Tensor:
+        return decode(self, cache, positions_b=positions_b - 1, **inputs)
 
     patch.setattr(Decoder, "decode", wrong)
 
@@ -101,14 +101,14 @@ def with_stale_slots(patch: pytest.MonkeyPatch) -> None:
 
 def with_seeds_by_row(patch: pytest.MonkeyPatch) -> None:
     """A sample depends on its place in the batch."""
-    choose = native.choose
+    choose = generation.choose
 
     def wrong(
         logits: Tensor, streams: Tensor, steps: Tensor, sampling: Sampling
     ) -> tuple[Tensor, Tensor]:
         return choose(logits, streams + torch.arange(len(streams)), steps, sampling)
 
-    patch.setattr(native, "choose", wrong)
+    patch.setattr(generation, "choose", wrong)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ own weights, activation and rotary tables. Does not know about requests, samplin
 """
 
 from collections.abc import Callable
-from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -50,25 +49,30 @@ class Projection:
         self._parts: list[tuple[Tensor, Tensor | None]] = [
             (linear.weight, linear.bias) for linear in linears
         ]
-        weights, has_bias = [linear.weight for linear in linears], linears[0].bias is not None
-        join = partial(_joined, or_copy=not weights[0].is_cuda)
-        weight, bias = (
-            join(weights),
-            join([linear.bias for linear in linears]) if has_bias else None,
-        )
-        if weight is not None and has_bias == (bias is not None):
+        """Weight and bias of each matrix product."""
+        may_copy = not linears[0].weight.is_cuda
+        has_bias = linears[0].bias is not None
+        weight = _joined([linear.weight for linear in linears], or_copy=may_copy)
+        bias = None
+        if has_bias:
+            bias = _joined([linear.bias for linear in linears], or_copy=may_copy)
+        bias_is_joined = bias is not None or not has_bias
+        if weight is not None and bias_is_joined:
             self._parts = [(weight, bias)]
 
     def __call__(self, x: Tensor) -> Tensor:
         outputs = [F.linear(x, weight, bias) for weight, bias in self._parts]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs, dim=-1)
 
 
 class Norm:
     """RMS norm over the last axis."""
 
     def __init__(self, module: Any) -> None:
-        self.weight, self.eps = module.weight, module.variance_epsilon
+        self.weight: Tensor = module.weight
+        self.eps: float = module.variance_epsilon
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -78,18 +82,18 @@ class Layer:
     """The weights of one layer."""
 
     def __init__(self, layer: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.input_norm, self.mlp_norm = (
-            Norm(layer.input_layernorm),
-            Norm(layer.post_attention_layernorm),
-        )
+        attention = layer.self_attn
+        mlp = layer.mlp
+        self.input_norm = Norm(layer.input_layernorm)
         self.qkv = Projection(attention.q_proj, attention.k_proj, attention.v_proj)
-        has_head_norms = hasattr(attention, "q_norm")
-        self.head_norms = (
-            (Norm(attention.q_norm), Norm(attention.k_norm)) if has_head_norms else None
-        )
+        self.head_norms: tuple[Norm, Norm] | None = None
+        """Norms of queries and keys; only Qwen3 has them."""
+        if hasattr(attention, "q_norm"):
+            self.head_norms = (Norm(attention.q_norm), Norm(attention.k_norm))
+        self.out = Projection(attention.o_proj)
+        self.mlp_norm = Norm(layer.post_attention_layernorm)
         self.gate_up = Projection(mlp.gate_proj, mlp.up_proj)
-        self.out, self.down = Projection(attention.o_proj), Projection(mlp.down_proj)
+        self.down = Projection(mlp.down_proj)
 
 
 class Decoder:
@@ -101,69 +105,82 @@ class Decoder:
     """
 
     def __init__(self, model: Any, parallel: TensorParallel, num_positions: int) -> None:
-        trunk, self._parallel, self.num_positions = model.model, parallel, num_positions
-        attention, mlp = trunk.layers[0].self_attn, trunk.layers[0].mlp
+        trunk = model.model
+        attention = trunk.layers[0].self_attn
+        self.num_positions = num_positions
+        self._parallel = parallel
         self._embedding: Tensor = trunk.embed_tokens.weight
-        self.device, self._by_kernels = self._embedding.device, self._embedding.is_cuda
-        self._head_dim, self._scale = attention.head_dim, attention.scaling
+        self.device = self._embedding.device
+        self._by_kernels = self._embedding.is_cuda
+        if self._by_kernels:
+            from rolepool.rollout import kernels  # here, because it needs Triton
+
+            self._kernels = kernels
+        self._place: Any = None
+        """Where the kernels find the cache (`locate`)."""
+
+        self._head_dim: int = attention.head_dim
+        self._scale: float = attention.scaling
         # Counted in the weights, because a tensor-parallel rank holds only some of the model's
         # heads.
-        self._num_heads, self._num_kv_heads, _ = self._heads = [
-            len(linear.weight) // self._head_dim
-            for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
-        ]
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self._heads = [len(linear.weight) // self._head_dim for linear in projections]
+        """The numbers of heads of queries, keys and values."""
+        self._num_heads = self._heads[0]
+        self._num_kv_heads = self._heads[1]
         self._group_size = self._num_heads // self._num_kv_heads
         self._windows = [
             _window_of_layer(model.config, index) for index in range(len(trunk.layers))
         ]
+
         self.layers = [Layer(layer) for layer in trunk.layers]
-        self._norm, self.head, self._activation = (
-            Norm(trunk.norm),
-            Projection(model.lm_head),
-            mlp.act_fn,
-        )
-        cos, sin = trunk.rotary_emb(
-            self._embedding, torch.arange(num_positions, device=self.device)[None]
-        )
+        self._norm = Norm(trunk.norm)
+        self.head = Projection(model.lm_head)
+        self._activation = trunk.layers[0].mlp.act_fn
+        self._has_silu_kernel = self._by_kernels and model.config.hidden_act == "silu"
+
+        positions = torch.arange(num_positions, device=self.device)
+        cos, sin = trunk.rotary_emb(self._embedding, positions[None])
         half = self._head_dim // 2
         # Tables of (positions, head_dim). Half of the sines are negated, so that rotating is a roll
         # of the axis.
-        self._cos, self._signed_sin = (
-            cos[0],
-            torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1),
-        )
-        self._place: Any = None
-        self._has_silu_kernel = self._by_kernels and model.config.hidden_act == "silu"
-        if self._by_kernels:
-            from rolepool.rollout import kernels  # needs Triton
-
-            self._kernels = kernels
+        self._cos = cos[0]
+        self._signed_sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
 
     def locate(self, cache: SlotCache) -> None:
         """Tell the kernels where the cache is, in a tensor that keeps its address."""
         place = on_device(torch.tensor(cache.place), self.device)
-        self._place = place if self._place is None else self._place.copy_(place)
+        if self._place is None:
+            self._place = place
+        else:
+            self._place.copy_(place)
 
     def prefill(self, cache: SlotCache, tokens_t: Tensor, pieces: list[Piece]) -> Tensor:
         """Run the packed tokens of `pieces`; the final state (pieces, hidden) of each piece's last
         token."""
         slots, starts, counts = torch.tensor(pieces).T
         ends = counts.cumsum(0)
-        positions = torch.arange(len(tokens_t)) + (starts - ends + counts).repeat_interleave(counts)
-        places = (positions, slots.repeat_interleave(counts), ends - 1)
-        positions_t, slots_t, last = (on_device(place, tokens_t.device) for place in places)
-        head_dim, itemsize = cache.shape.head_dim, cache.shape.dtype.itemsize
-        can_flash = (
-            self._by_kernels
-            and itemsize == 2
-            and head_dim % 8 == 0
-            and head_dim <= _MAX_FLASH_HEAD_DIM
-        )
-        is_flash = can_flash and not starts.any()
-        attention = (
-            self._flash_attention(counts) if is_flash else self._prefill_attention(cache, pieces)
-        )
+        # The position of a token is its number among the packed tokens, counted from the first
+        # token of its piece, plus the position at which the piece starts.
+        first_numbers = ends - counts
+        positions = torch.arange(len(tokens_t))
+        positions += (starts - first_numbers).repeat_interleave(counts)
+        slots_of_tokens = slots.repeat_interleave(counts)
+        positions_t = on_device(positions, tokens_t.device)
+        slots_t = on_device(slots_of_tokens, tokens_t.device)
+        last = on_device(ends - 1, tokens_t.device)
+        starts_whole = not starts.any()
+        if starts_whole and self._has_flash(cache):
+            attention = self._flash_attention(counts)
+        else:
+            attention = self._prefill_attention(cache, pieces)
         return self._run(cache, tokens_t, positions_t, slots_t, attention)[last]
+
+    def _has_flash(self, cache: SlotCache) -> bool:
+        """Whether flash attention computes heads of this size and dtype."""
+        head_dim = cache.shape.head_dim
+        fits = head_dim % 8 == 0 and head_dim <= _MAX_FLASH_HEAD_DIM
+        return self._by_kernels and cache.shape.dtype.itemsize == 2 and fits
 
     def decode(
         self, cache: SlotCache, tokens_b: Tensor, positions_b: Tensor, slots_b: Tensor, length: int
@@ -174,15 +191,18 @@ class Decoder:
 
         def attend(index: int, queries_bhd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
             where = (positions_b, slots_b, self._place, index)
-            window, num_kv_heads = self._windows[index], self._num_kv_heads
             attended_te: Tensor = self._kernels.attend(
-                queries_bhd, num_kv_heads, where, window, self._scale
+                queries_bhd,
+                num_kv_heads=self._num_kv_heads,
+                where=where,
+                window=self._windows[index],
+                scale=self._scale,
             )
             return attended_te
 
-        attention = (
-            attend if self._by_kernels else self._decode_attention(cache, positions_b, length)
-        )
+        attention: Attention = attend
+        if not self._by_kernels:
+            attention = self._decode_attention(cache, positions_b, length)
         return self._run(cache, tokens_b, positions_b, slots_b, attention)
 
     def _run(
@@ -193,6 +213,8 @@ class Decoder:
         slots_t: Tensor,
         attention: Attention,
     ) -> Tensor:
+        """Run all layers. Each layer's second addition already applies the norm of the next layer,
+        because one kernel does both."""
         store = self._storing(cache, positions_t, slots_t)
         x_te = F.embedding(tokens_t, self._embedding)
         normed_te = self.layers[0].input_norm(x_te)
@@ -203,20 +225,21 @@ class Decoder:
                 q_norm, k_norm = layer.head_norms
                 queries_thd, keys_thd, values_thd = qkv_thd.split(self._heads, dim=1)
                 qkv_thd = torch.cat((q_norm(queries_thd), k_norm(keys_thd), values_thd), dim=1)
-            attended_te = attention(index, *store(index, qkv_thd))
-            x_te, normed_te = self._add_norm(
-                x_te, self._parallel.sum(layer.out(attended_te)), layer.mlp_norm
-            )
+            queries_thd, keys_thd, values_thd = store(index, qkv_thd)
+            attended_te = attention(index, queries_thd, keys_thd, values_thd)
+            delta_te = self._parallel.sum(layer.out(attended_te))
+            x_te, normed_te = self._add_norm(x_te, delta_te, layer.mlp_norm)
+
             inner_te = self._gate(layer.gate_up(normed_te))
-            x_te, normed_te = self._add_norm(
-                x_te, self._parallel.sum(layer.down(inner_te)), next_norm
-            )
+            delta_te = self._parallel.sum(layer.down(inner_te))
+            x_te, normed_te = self._add_norm(x_te, delta_te, next_norm)
         return normed_te
 
     def _add_norm(self, x_te: Tensor, delta_te: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """The sum, and its norm. The kernel adds in place."""
         if self._by_kernels:
-            return x_te, self._kernels.add_norm(x_te, delta_te, norm.weight, norm.eps)
+            normed_te = self._kernels.add_norm(x_te, delta_te, norm.weight, norm.eps)
+            return x_te, normed_te
         x_te = x_te + delta_te
         return x_te, norm(x_te)
 
@@ -240,18 +263,19 @@ class Decoder:
 
         if self._by_kernels:
             return store_by_kernel
-        cos_t1d, sin_t1d = self._cos[positions_t][:, None], self._signed_sin[positions_t][:, None]
+
+        cos_t1d = self._cos[positions_t][:, None]
+        sin_t1d = self._signed_sin[positions_t][:, None]
         places = cache.places(slots_t, positions_t)
 
         def store(index: int, qkv_thd: Tensor) -> tuple[Tensor, ...]:
-            qk_thd, values_thd = (
-                qkv_thd[:, : -self._num_kv_heads],
-                qkv_thd[:, -self._num_kv_heads :],
-            )
-            qk_thd = torch.addcmul(
-                qk_thd * cos_t1d, qk_thd.roll(self._head_dim // 2, dims=-1), sin_t1d
-            )
-            queries_thd, keys_thd = qk_thd[:, : self._num_heads], qk_thd[:, self._num_heads :]
+            # Queries and keys are rotated together, which takes half as many operations.
+            qk_thd = qkv_thd[:, : -self._num_kv_heads]
+            values_thd = qkv_thd[:, -self._num_kv_heads :]
+            rolled_thd = qk_thd.roll(self._head_dim // 2, dims=-1)
+            rotated_thd = torch.addcmul(qk_thd * cos_t1d, rolled_thd, sin_t1d)
+            queries_thd = rotated_thd[:, : self._num_heads]
+            keys_thd = rotated_thd[:, self._num_heads :]
             cache.write(index, places, keys_thd, values_thd)
             return queries_thd, keys_thd, values_thd
 
@@ -266,17 +290,19 @@ class Decoder:
             window = {}
             if self._windows[index] < longest:
                 window = {"window_size_left": self._windows[index] - 1, "window_size_right": 0}
-            lengths = (ends_n, ends_n, longest, longest)
             # The operator itself, because its public function accepts grouped queries only in some
             # versions of torch.
             outputs_thd: Tensor = torch.ops.aten._flash_attention_forward(
                 queries_thd,
                 keys_thd,
                 values_thd,
-                *lengths,
-                0.0,
-                True,
-                False,
+                cum_seq_q=ends_n,
+                cum_seq_k=ends_n,
+                max_q=longest,
+                max_k=longest,
+                dropout_p=0.0,
+                is_causal=True,
+                return_debug_mask=False,
                 scale=self._scale,
                 **window,
             )[0]
@@ -287,7 +313,8 @@ class Decoder:
     def _decode_attention(self, cache: SlotCache, positions_b: Tensor, length: int) -> Attention:
         """Queries of a group use the axis of positions, so that keys are read once and not
         repeated."""
-        num_rows, slots = len(positions_b), slice(0, len(positions_b))
+        num_rows = len(positions_b)
+        slots = slice(0, num_rows)
         masks = {}
         for window in set(self._windows):
             mask_bl = _mask(positions_b, length, window, self._cos.dtype)
@@ -307,32 +334,31 @@ class Decoder:
     def _prefill_attention(self, cache: SlotCache, pieces: list[Piece]) -> Attention:
         """Adjacent pieces with the same start and length are computed in one call, without
         padding."""
-        keys = [
-            (piece.slot - index, piece.start, piece.num_tokens)
-            for index, piece in enumerate(pieces)
-        ]
-        alike = groupby(zip(keys, pieces, strict=True), lambda pair: pair[0])
-        groups = [[piece for _, piece in group] for _, group in alike]
+        groups = _group_alike(pieces)
         sizes = [len(group) * group[0].num_tokens for group in groups]
         masks: dict[tuple[Piece, int], Tensor | None] = {}
+        """By the first piece of a group and the window. Without a mask attention is causal."""
         for first, *_ in groups:
+            end = first.start + first.num_tokens
+            positions_t = torch.arange(first.start, end, device=self.device)
             for window in set(self._windows):
-                end = first.start + first.num_tokens
-                positions_t = torch.arange(first.start, end, device=self.device)
-                needs_mask = first.start > 0 or window < end
-                masks[first, window] = (
-                    _mask(positions_t, end, window, self._cos.dtype) if needs_mask else None
-                )
+                masks[first, window] = None
+                if first.start > 0 or window < end:
+                    masks[first, window] = _mask(positions_t, end, window, self._cos.dtype)
 
         def attend(index: int, queries_thd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
             outputs = []
             for group, queries in zip(groups, queries_thd.split(sizes), strict=True):
-                first, mask = group[0], masks[group[0], self._windows[index]]
+                first = group[0]
+                mask = masks[first, self._windows[index]]
                 slots = slice(first.slot, first.slot + len(group))
                 queries_nhtd = queries.unflatten(0, (len(group), -1)).transpose(1, 2)
-                states = (queries_nhtd, *cache.read(index, slots, first.start + first.num_tokens))
+                end = first.start + first.num_tokens
+                keys_nhld, values_nhld = cache.read(index, slots, end)
                 outputs_nhtd = F.scaled_dot_product_attention(
-                    *states,
+                    queries_nhtd,
+                    keys_nhld,
+                    values_nhld,
                     mask,
                     is_causal=mask is None,
                     scale=self._scale,
@@ -344,38 +370,58 @@ class Decoder:
         return attend
 
 
+def _group_alike(pieces: list[Piece]) -> list[list[Piece]]:
+    """Groups of adjacent pieces in adjacent slots that have the same start and length."""
+    groups: list[list[Piece]] = []
+    for piece in pieces:
+        last = groups[-1][-1] if groups else None
+        if last is not None and piece == last._replace(slot=last.slot + 1):
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return groups
+
+
 def refuse_unknown(model: Any) -> None:
     """Raise an error unless `Decoder` can run this kind of model, with plain linear layers."""
     if (reason := why_not_run("native", model.config.to_dict())) is not None:
         raise ConfigError(
-            f"actor_rollout_ref.model.path={model.config.name_or_path}: {reason}; choose such a model"
+            f"actor_rollout_ref.model.path={model.config.name_or_path}: {reason}; "
+            "choose such a model"
         )
     for name, module in model.named_modules():
         is_projection = name.endswith("_proj") or name == "lm_head"
         # The `weight` of a projection with an adapter, or of a quantized one, does not tell what it
         # computes.
         if is_projection and type(module).forward is not nn.Linear.forward:
-            problem = f"the native rollout engine needs plain linear layers; {name} is a {type(module).__name__}"
+            problem = (
+                "the native rollout engine needs plain linear layers; "
+                f"{name} is a {type(module).__name__}"
+            )
             raise RolepoolError(f"{problem}. Merge adapters into the weights first")
 
 
 def cache_shape(model: Any) -> CacheShape:
     """The shape of the cache for the model as it is now. A tensor-parallel rank holds only some of
     the heads."""
-    attention, embedding = model.model.layers[0].self_attn, model.model.embed_tokens.weight
-    num_kv_heads = len(attention.k_proj.weight) // attention.head_dim
+    attention = model.model.layers[0].self_attn
+    embedding = model.model.embed_tokens.weight
     return CacheShape(
-        len(model.model.layers), num_kv_heads, attention.head_dim, embedding.dtype, embedding.device
+        num_layers=len(model.model.layers),
+        num_heads=len(attention.k_proj.weight) // attention.head_dim,
+        head_dim=attention.head_dim,
+        dtype=embedding.dtype,
+        device=embedding.device,
     )
 
 
 def _window_of_layer(config: Any, index: int) -> int:
     """Number of tokens that a token attends to, including itself. Mistral has a window in all
     layers or in none, Qwen in some layers, Llama never."""
+    if config.model_type == "llama":
+        return UNLIMITED
     is_qwen = config.model_type in ("qwen2", "qwen3")
-    if config.model_type == "llama" or (
-        is_qwen and config.layer_types[index] != "sliding_attention"
-    ):
+    if is_qwen and config.layer_types[index] != "sliding_attention":
         return UNLIMITED
     return config.sliding_window or UNLIMITED
 
@@ -383,11 +429,12 @@ def _window_of_layer(config: Any, index: int) -> int:
 def _mask(positions_t: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
     """The mask (positions, length) to add to scores: -inf for tokens that the token at a position
     does not attend to, of the first `length` tokens."""
-    seen_l, own_t1 = torch.arange(length, device=positions_t.device), positions_t[:, None]
-    hidden_tl = seen_l > own_t1
+    seen_l = torch.arange(length, device=positions_t.device)
+    own_t1 = positions_t[:, None]
+    is_hidden_tl = seen_l > own_t1
     if window < length:
-        hidden_tl |= seen_l <= own_t1 - window
-    return torch.zeros_like(hidden_tl, dtype=dtype).masked_fill_(hidden_tl, -torch.inf)
+        is_hidden_tl |= seen_l <= own_t1 - window
+    return torch.zeros_like(is_hidden_tl, dtype=dtype).masked_fill_(is_hidden_tl, -torch.inf)
 
 
 @torch.no_grad()
@@ -395,31 +442,38 @@ def join_weights(model: Any) -> None:
     """Store weights that are applied to the same input in one tensor, so that they are used as one
     matrix. They stay separate parameters, which are still updated in place."""
     for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         for linears in (
             (attention.q_proj, attention.k_proj, attention.v_proj),
             (mlp.gate_proj, mlp.up_proj),
         ):
-            for name in ("weight", "bias"):
-                parts = [getattr(linear, name) for linear in linears]
-                if parts[0] is not None and _joined(parts) is None:
-                    joint = torch.cat([part.data for part in parts])
-                    for part, view in zip(
-                        parts, joint.split([len(part) for part in parts]), strict=True
-                    ):
-                        part.data = view
+            _store_together([linear.weight for linear in linears])
+            if linears[0].bias is not None:
+                _store_together([linear.bias for linear in linears])
+
+
+def _store_together(parameters: list[Tensor]) -> None:
+    """Move parameters into one tensor, unless they are in one already."""
+    if _joined(parameters) is not None:
+        return
+    joint = torch.cat([parameter.data for parameter in parameters])
+    views = joint.split([len(parameter) for parameter in parameters])
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.data = view
 
 
 def _joined(parts: list[Tensor], *, or_copy: bool = False) -> Tensor | None:
     """One tensor over parts that follow each other in one storage; otherwise a copy, or None."""
-    follow = all(
+    storages = {part.untyped_storage().data_ptr() for part in parts}
+    are_adjacent = all(
         following.data_ptr() == part.data_ptr() + part.nbytes for part, following in pairwise(parts)
     )
-    in_one_storage = len({part.untyped_storage().data_ptr() for part in parts}) == 1
-    if follow and in_one_storage and all(part.is_contiguous() for part in parts):
-        return (
-            parts[0]
-            .detach()
-            .as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
-        )
-    return torch.cat(parts) if or_copy else None
+    are_contiguous = all(part.is_contiguous() for part in parts)
+    if len(storages) == 1 and are_adjacent and are_contiguous:
+        first = parts[0].detach()
+        shape = (sum(map(len, parts)), *first.shape[1:])
+        return first.as_strided(shape, first.stride())
+    if or_copy:
+        return torch.cat(parts)
+    return None

@@ -7,8 +7,10 @@ not know the model, how attention reads the cache, nor which requests wait.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +18,9 @@ from rolepool.models.packing import on_device
 
 _UNUSED_ROW = [0, -1, 0, 0, 0, 0]
 """State of a row that is not in use: it has ended, and its position is -1."""
+
+Leave = Callable[[int, int, npt.NDArray[np.int64]], None]
+"""Called with request, slot and tokens of a row that has ended."""
 
 
 @dataclass(frozen=True)
@@ -29,21 +34,32 @@ class CacheShape:
     device: torch.device
 
     def slot_bytes(self, length: int) -> int:
-        return 2 * self.num_layers * self.num_heads * self.head_dim * length * self.dtype.itemsize
+        """Bytes of keys and values of so many tokens."""
+        num_numbers = self.num_layers * self.num_heads * self.head_dim * length
+        return 2 * num_numbers * self.dtype.itemsize
 
 
 class SlotCache:
     """`num_slots` slots of `length` tokens each."""
 
     def __init__(self, shape: CacheShape, num_slots: int, length: int) -> None:
-        self.shape, self.num_slots, self.length = shape, num_slots, length
+        self.shape = shape
+        self.num_slots = num_slots
+        self.length = length
         size = (shape.num_layers, num_slots, shape.num_heads, length, shape.head_dim)
         # Zeros, because masked values are multiplied by zero, and uninitialized memory may contain
         # NaN.
         self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self._values = torch.zeros_like(self._keys)
+        # A line is one token of one head of one slot, so `write` can store with one index.
+        key_lines = self._keys.flatten(1, 3)
+        value_lines = self._values.flatten(1, 3)
+        self._lines = list(zip(key_lines, value_lines, strict=True))
         self._head_offsets_h = torch.arange(shape.num_heads, device=shape.device) * length
-        self._lines = list(zip(self._keys.flatten(1, 3), self._values.flatten(1, 3), strict=True))
+
+    def fits(self, shape: CacheShape, num_slots: int, length: int) -> bool:
+        """Whether it has at least so many slots of at least this length."""
+        return self.shape == shape and self.num_slots >= num_slots and self.length >= length
 
     @property
     def place(self) -> list[int]:
@@ -57,8 +73,9 @@ class SlotCache:
         return (first_t[:, None] + self._head_offsets_h).view(-1)
 
     def write(self, layer: int, places: Tensor, keys_thd: Tensor, values_thd: Tensor) -> None:
-        for lines, new in zip(self._lines[layer], (keys_thd, values_thd), strict=True):
-            lines.index_copy_(0, places, new.reshape(-1, new.shape[-1]))
+        key_lines, value_lines = self._lines[layer]
+        key_lines.index_copy_(0, places, keys_thd.reshape(-1, self.shape.head_dim))
+        value_lines.index_copy_(0, places, values_thd.reshape(-1, self.shape.head_dim))
 
     def read(self, layer: int, slots: slice, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values (slots, heads, length, head_dim) of the first `length` tokens, as
@@ -102,12 +119,11 @@ class DecodeBatch:
         device: torch.device,
         scattered: bool,
     ) -> None:
-        self.num_rows, self.max_new_tokens, self.stop_token_ids = (
-            num_rows,
-            max_new_tokens,
-            stop_token_ids,
-        )
-        self._device, self._scattered = device, scattered
+        self.num_rows = num_rows
+        self.max_new_tokens = max_new_tokens
+        self.stop_token_ids = stop_token_ids
+        self._device = device
+        self._scattered = scattered
         self._unused = torch.tensor(_UNUSED_ROW, device=device)[:, None]
         self._state = self._unused.repeat(1, num_rows)
         self.tokens, self.positions, self.steps, self.limits, self.streams, self.slots = self._state
@@ -147,12 +163,16 @@ class DecodeBatch:
         """Add rows, whose first tokens are sampled before the next step. Returns their slots."""
         rows = slice(self.num_running, self.num_running + len(requests))
         taken = {row.slot for row in self._rows}
-        slots = [slot for slot in range(self.num_rows) if slot not in taken][: len(requests)]
-        for request, slot, length, limit in zip(
-            requests, slots, prompt_lengths, limits, strict=True
-        ):
-            self._rows.append(_Row(request, slot, self._clock - length, self._clock + limit - 1))
-        last_positions, zeros = [length - 1 for length in prompt_lengths], [0] * len(requests)
+        free = [slot for slot in range(self.num_rows) if slot not in taken]
+        slots = free[: len(requests)]
+        new_rows = zip(requests, slots, prompt_lengths, limits, strict=True)
+        for request, slot, length, limit in new_rows:
+            zero_clock = self._clock - length
+            last_clock = self._clock + limit - 1
+            self._rows.append(_Row(request, slot, zero_clock, last_clock))
+        last_positions = [length - 1 for length in prompt_lengths]
+        # No row has sampled a token yet, so the tokens to run next are not known.
+        zeros = [0] * len(requests)
         state = torch.tensor([zeros, last_positions, zeros, limits, streams, slots])
         self._state[:, rows] = on_device(state, self._device)
         self._recount()
@@ -164,10 +184,13 @@ class DecodeBatch:
 
     def record(self, rows: slice, tokens: Tensor, log_probs: Tensor) -> None:
         """Append the next token to each of `rows` that has not ended."""
-        steps, limits = self.steps[rows], self.limits[rows]
+        steps = self.steps[rows]
+        limits = self.limits[rows]
         is_active = steps < limits
-        # A captured step cannot copy numbers from the host.
-        places = (self.slots[rows], steps.masked_fill(~is_active, self.max_new_tokens))
+        # Rows that have ended store into the last column instead of being left out, because a
+        # captured step cannot copy numbers of rows from the host.
+        columns = steps.masked_fill(~is_active, self.max_new_tokens)
+        places = (self.slots[rows], columns)
         self._sampled.index_put_(places, tokens)
         self._log_probs.index_put_(places, log_probs)
         self.tokens[rows] = torch.where(is_active, tokens, self.tokens[rows])
@@ -178,56 +201,67 @@ class DecodeBatch:
             limits.copy_(torch.where(is_stop, steps, limits))
 
     def pop_finished(
-        self, cache: SlotCache, leave: Callable[[int, int, Any], None] | None = None
-    ) -> list[tuple[int, Any, Any]]:
-        """Remove the rows that have ended. Returns request, tokens and log-probs of each; the
-        numbers are arrays. `leave` is called before that with request, slot and tokens of each,
-        while the slots still hold their tokens."""
+        self, cache: SlotCache, leave: Leave | None = None
+    ) -> list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
+        """Remove the rows that have ended. Returns request, tokens and log-probs of each. `leave`
+        is called before that for each, while the slots still hold their tokens."""
         if not self.stop_token_ids and self._clock < self._next_end:
             return []
-        steps, limits = self.steps[: self.num_running], self.limits[: self.num_running]
+        steps = self.steps[: self.num_running]
+        limits = self.limits[: self.num_running]
         ended: list[int] = (steps >= limits).nonzero()[:, 0].tolist()
         if not ended:
             return []
+        counts: list[int] = steps[torch.tensor(ended, device=self._device)].tolist()
         slots = torch.tensor([self._rows[index].slot for index in ended], device=self._device)
-        counts = steps[torch.tensor(ended, device=self._device)].tolist()
+        # All ended rows are copied to the host at once, as far as the longest of them goes.
         longest = max(counts)
-        sampled, log_probs = (
-            storage[slots, :longest].cpu().numpy() for storage in (self._sampled, self._log_probs)
-        )
-        requests = [self._rows[index].request for index in ended]
-        padded = zip(requests, counts, sampled, log_probs, strict=True)
-        samples = [
-            (request, tokens[:count], scores[:count]) for request, count, tokens, scores in padded
-        ]
+        sampled = self._sampled[slots, :longest].cpu().numpy()
+        log_probs = self._log_probs[slots, :longest].cpu().numpy()
+        samples = []
+        for place, (index, count) in enumerate(zip(ended, counts, strict=True)):
+            request = self._rows[index].request
+            samples.append((request, sampled[place, :count], log_probs[place, :count]))
         if leave is not None:
             for index, (request, tokens, _) in zip(ended, samples, strict=True):
                 leave(request, self._rows[index].slot, tokens)
-        # The last rows take the places of those that are removed.
-        num_before, came_from = self.num_running, list(range(self.num_running))
-        for index in sorted(ended, reverse=True):
-            self._rows[index], came_from[index] = self._rows[-1], came_from[-1]
-            self._rows.pop()
-            came_from.pop()
-        remaining = slice(0, self.num_running)
-        self._state[:, remaining] = self._state[
-            :, torch.tensor(came_from, dtype=torch.int64, device=self._device)
-        ]
-        self._state[:, self.num_running : num_before] = self._unused
-        for index, source in enumerate(came_from):
-            if index != source and not self._scattered:
-                # A row that took another row's place moves to that row's slot. Its old slot is
-                # behind all other rows.
-                row = self._rows[index]
-                cache.copy(source, index, min(self._clock, row.last_clock) - row.zero_clock)
-                for storage in (self._sampled, self._log_probs):
-                    storage[index] = storage[source]
-                self._rows[index] = row._replace(slot=index)
-                self.slots[index] = index
+        self._remove(ended, cache)
         self._recount()
         return samples
 
+    def _remove(self, ended: list[int], cache: SlotCache) -> None:
+        """Remove these rows; the last rows take their places."""
+        num_before = self.num_running
+        came_from = list(range(num_before))
+        for index in sorted(ended, reverse=True):
+            self._rows[index] = self._rows[-1]
+            came_from[index] = came_from[-1]
+            self._rows.pop()
+            came_from.pop()
+        num_left = self.num_running
+        sources = torch.tensor(came_from, dtype=torch.int64, device=self._device)
+        self._state[:, :num_left] = self._state[:, sources]
+        self._state[:, num_left:num_before] = self._unused
+        if self._scattered:
+            return
+        for index, source in enumerate(came_from):
+            if index != source:
+                self._move_to_own_slot(index, source, cache)
+
+    def _move_to_own_slot(self, index: int, old_slot: int, cache: SlotCache) -> None:
+        """Move a row that took another row's place to that row's slot. Its old slot is behind all
+        other rows."""
+        row = self._rows[index]
+        num_tokens = min(self._clock, row.last_clock) - row.zero_clock
+        cache.copy(old_slot, index, num_tokens)
+        for storage in (self._sampled, self._log_probs):
+            storage[index] = storage[old_slot]
+        self._rows[index] = row._replace(slot=index)
+        self.slots[index] = index
+
     def _recount(self) -> None:
+        """Find out again when rows end and which is the longest."""
         last_clocks = [row.last_clock for row in self._rows] or [self._clock]
-        self._next_end, self._last_end = min(last_clocks), max(last_clocks)
+        self._next_end = min(last_clocks)
+        self._last_end = max(last_clocks)
         self._min_zero_clock = min((row.zero_clock for row in self._rows), default=self._clock)

@@ -1,0 +1,329 @@
+"""The schedule of the native engine: which requests run, when prompts are prefilled, and when a
+sequence ends.
+
+Finished sequences leave the batch, and waiting requests enter it, between decode steps. Requests
+with the same prompt share its prefill. Does not know how a layer is computed (`decoder`), how a
+token is chosen (`sampling`), nor where the cache and the weights come from (`native`).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rolepool.errors import DataError
+from rolepool.models.packing import on_device
+from rolepool.protocol.worker import part, work_of
+from rolepool.rollout.conversation_cache import ConversationCache
+from rolepool.rollout.decoder import Decoder, Piece
+from rolepool.rollout.engine import Completion, Request, Sampling, StreamedEngine
+from rolepool.rollout.kv_cache import DecodeBatch, SlotCache
+from rolepool.rollout.sampling import choose, seed_streams
+from rolepool.rollout.step_graphs import StepGraphs, bucket_of
+from rolepool.rollout.tensor_parallel import TensorParallel
+
+_REFILL_FRACTION = 8
+"""Prompts enter when an eighth of the slots is free, because prefilling one short prompt takes
+about as long as prefilling several."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many requests run at the same time, and when others join them."""
+
+    num_slots: int
+    """Requests that may run at the same time."""
+    num_kept: int
+    """Further slots, which keep the tokens of conversations between their turns."""
+    length: int
+    """The largest number of tokens of a request, with its prompt."""
+    max_num_batched_tokens: int
+    """The largest number of tokens of a micro-batch that prefills."""
+    patience_steps: int
+    """Decode steps after which a few waiting requests join. They join earlier if they are an eighth
+    of the running ones."""
+    check_interval: int
+    """Decode steps between two checks for sequences that have ended."""
+
+
+class Machinery(NamedTuple):
+    """What a generation runs on."""
+
+    cache: SlotCache
+    decoder: Decoder
+    batch: DecodeBatch
+    graphs: StepGraphs | None
+    """Replays decode steps; None runs them directly."""
+    parallel: TensorParallel
+
+
+class _Entry(NamedTuple):
+    """A request that has not ended."""
+
+    request: Request
+    num_new: int
+    """The largest number of tokens that it samples."""
+    stream: int
+    """The initial state of its random numbers."""
+
+
+class _Prefill(NamedTuple):
+    """A prompt, how many of its tokens are kept from the turn before, and the requests that have
+    it."""
+
+    start: int
+    prompt: tuple[int, ...]
+    numbers: list[int]
+
+
+class Generation:
+    """One call of `generate`, or one session. `check_requests` raises an error if the model cannot
+    run the requests."""
+
+    def __init__(
+        self,
+        engine: StreamedEngine,
+        machinery: Machinery,
+        sampling: Sampling,
+        schedule: Schedule,
+        check_requests: Callable[[Sequence[Request], Sampling], None],
+    ) -> None:
+        self._engine = engine
+        self._cache, self._decoder, self._batch, self._graphs, self._parallel = machinery
+        self._sampling = sampling
+        self._schedule = schedule
+        self._check_requests = check_requests
+        self._on_gpu = self._cache.shape.device.type == "cuda"
+        # The cache may have fewer slots than asked for, if memory is short, or more, if it is that
+        # of an earlier call.
+        self._num_slots = min(self._cache.num_slots, schedule.num_slots)
+        end = min(self._cache.num_slots, schedule.num_slots + schedule.num_kept)
+        self._conversations = ConversationCache(self._cache, range(self._num_slots, end))
+        self._entries: dict[int, _Entry] = {}
+        """The requests that have not ended, by number."""
+        self._waiting: deque[int] = deque()
+        """The numbers of those that do not run yet."""
+        self._num_submitted = 0
+        self._num_steps = 0
+        """Decode steps since requests joined."""
+
+    def submit(self, requests: Sequence[Request]) -> Sequence[int]:
+        self._check_requests(requests, self._sampling)
+        longest = max(
+            len(request.token_ids) + num_new_tokens(request, self._sampling) for request in requests
+        )
+        if longest > self._schedule.length:
+            raise DataError(
+                f"a request for {longest} tokens does not fit into a session for "
+                f"{self._schedule.length}"
+            )
+        return self.enqueue(requests, self._sampling)
+
+    def enqueue(self, requests: Sequence[Request], sampling: Sampling) -> Sequence[int]:
+        """The same for requests that were checked; `sampling` has their limit."""
+        first = self._num_submitted
+        numbers = range(first, first + len(requests))
+        streams = seed_streams([request.seed for request in requests]).tolist()
+        for number, request, stream in zip(numbers, requests, streams, strict=True):
+            num_new = num_new_tokens(request, sampling)
+            self._entries[number] = _Entry(request, num_new, stream)
+        self._waiting.extend(numbers)
+        self._num_submitted += len(requests)
+        return numbers
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Completion]]:
+        """Prefill the waiting requests that find a slot, or decode; the requests that have ended
+        since."""
+        if self._can_admit():
+            prefills = self._next_prefills()
+            lengths = (len(prefill.prompt) - prefill.start for prefill in prefills)
+            with part("prefill", *work_of(lengths)):
+                self._admit(prefills)
+        else:
+            self._decode()
+        completions = []
+        for number, tokens, log_probs in self._batch.pop_finished(self._cache, self._keep):
+            del self._entries[number]
+            stops = self._batch.stop_token_ids
+            completions.append((number, self._engine.completion(tokens, log_probs, stops)))
+        return completions
+
+    def _can_admit(self) -> bool:
+        num_running = self._batch.num_running
+        num_waiting = len(self._waiting)
+        if num_waiting == 0:
+            return False
+        if num_running == 0:
+            return True
+        # A prefill takes about as long as a decode step, so it should add enough requests.
+        num_free = self._num_slots - num_running
+        num_wanted = min(num_waiting, max(1, self._num_slots // _REFILL_FRACTION))
+        are_many = num_waiting * _REFILL_FRACTION >= num_running
+        waited_long = self._num_steps >= self._schedule.patience_steps
+        return num_free >= num_wanted and (are_many or waited_long)
+
+    # Entering
+
+    def _next_prefills(self) -> list[_Prefill]:
+        """The prompts of the waiting requests that free slots take now."""
+        num_free = self._num_slots - self._batch.num_running
+        numbers_of: dict[tuple[int, ...], list[int]] = {}
+        for _ in range(min(len(self._waiting), num_free)):
+            number = self._waiting.popleft()
+            prompt = tuple(self._entries[number].request.token_ids)
+            numbers_of.setdefault(prompt, []).append(number)
+        prefills = []
+        for prompt, numbers in numbers_of.items():
+            request = self._entries[numbers[0]].request
+            start = self._conversations.num_kept(request.conversation, request.token_ids)
+            prefills.append(_Prefill(start, prompt, numbers))
+
+        def order(prefill: _Prefill) -> tuple[int, int]:
+            # Prompts that continue after the same number of tokens are neighbours, because they are
+            # computed together. Whole prompts keep their order.
+            length = len(prefill.prompt) if prefill.start > 0 else 0
+            return prefill.start, length
+
+        return sorted(prefills, key=order)
+
+    def _admit(self, prefills: Sequence[_Prefill]) -> None:
+        """Prefill prompts, each once and without the tokens that are kept, and sample the first
+        token of each row."""
+        self._num_steps = 0
+        first_row = self._batch.num_running
+        # First one request of each prompt, so that prefilled rows are adjacent; then the requests
+        # that share a prompt.
+        numbers = [prefill.numbers[0] for prefill in prefills]
+        prompt_of_row = list(range(len(prefills)))
+        for index, prefill in enumerate(prefills):
+            for number in prefill.numbers[1:]:
+                numbers.append(number)
+                prompt_of_row.append(index)
+        entries = [self._entries[number] for number in numbers]
+        lengths = [len(entry.request.token_ids) for entry in entries]
+        slots = self._batch.enter(
+            requests=numbers,
+            prompt_lengths=lengths,
+            limits=[entry.num_new for entry in entries],
+            streams=[entry.stream for entry in entries],
+        )
+        for prefill, entry, slot in zip(prefills, entries, slots, strict=False):
+            conversation = entry.request.conversation
+            if prefill.start > 0 and conversation is not None:
+                self._conversations.restore(conversation, slot, prefill.start)
+        micro_batches = _split_prompts(prefills, self._schedule.max_num_batched_tokens)
+        final = torch.cat([self._prefill(prefills, pieces, slots) for pieces in micro_batches])
+        for row in range(len(prefills), len(numbers)):
+            self._cache.copy(slots[prompt_of_row[row]], slots[row], lengths[row])
+        rows = slice(first_row, first_row + len(numbers))
+        self._sample(rows, final[on_device(torch.tensor(prompt_of_row), final.device)])
+
+    def _prefill(
+        self, prefills: Sequence[_Prefill], pieces: list[Piece], slots: Sequence[int]
+    ) -> Tensor:
+        """Run pieces of prompts; the final states of prompts that end in this micro-batch."""
+        tokens = chain.from_iterable(
+            prefills[index].prompt[start : start + count] for index, start, count in pieces
+        )
+        # Through numpy, because `torch.tensor` takes ten times as long for a list.
+        tokens_t = on_device(torch.from_numpy(np.fromiter(tokens, np.int64)), self._decoder.device)
+        placed = [piece._replace(slot=slots[piece.slot]) for piece in pieces]
+        final = self._decoder.prefill(self._cache, tokens_t, placed)
+        # Only the last piece of a micro-batch may end before its prompt does.
+        last = pieces[-1]
+        ends_early = last.start + last.num_tokens < len(prefills[last.slot].prompt)
+        return final[:-1] if ends_early else final
+
+    # Decoding
+
+    def _decode(self) -> None:
+        """Run decode steps until the next check for sequences that have ended."""
+        num_steps = min(self._schedule.check_interval, self._batch.num_steps_left)
+        num_tokens = num_steps * self._batch.num_running
+        num_attended = num_tokens * self._batch.length
+        with part("decode", num_tokens, num_attended, num_pieces=num_steps):
+            for _ in range(num_steps):
+                self._step()
+
+    def _step(self) -> None:
+        """Run the newest token of every row, and sample the next one."""
+        batch = self._batch
+        num_rows = batch.num_running
+        if self._on_gpu:
+            num_rows = bucket_of(num_rows, batch.num_rows)
+        rows = slice(0, num_rows)
+
+        def decode() -> None:
+            final = self._decoder.decode(
+                self._cache,
+                tokens_b=batch.tokens[rows],
+                positions_b=batch.positions[rows],
+                slots_b=batch.slots[rows],
+                length=min(batch.length, self._cache.length),
+            )
+            self._sample(rows, final)
+
+        if self._graphs is None:
+            decode()
+        else:
+            how = self._sampling
+            key = (num_rows, how.is_greedy, how.temperature, how.top_k, how.top_p)
+            self._graphs.run(key, decode)
+        batch.tick()
+        self._num_steps += 1
+
+    def _sample(self, rows: slice, final: Tensor) -> None:
+        """Sample the next token of rows, from the final states of their newest tokens."""
+        logits = self._decoder.head(final)
+        streams, steps = self._batch.streams[rows], self._batch.steps[rows]
+        tokens, log_probs = choose(logits, streams, steps, self._sampling)
+        # All ranks take the first rank's tokens: ranks that disagree would make different calls and
+        # hang.
+        tokens = self._parallel.first(tokens)
+        self._batch.record(rows, tokens, log_probs)
+
+    def _keep(self, number: int, slot: int, tokens: npt.NDArray[np.int64]) -> None:
+        """Keep what was computed for the conversation of a request that has ended: all tokens
+        except the last, which was sampled and not run."""
+        request = self._entries[number].request
+        if request.conversation is not None:
+            prompt_ids = np.asarray(request.token_ids, dtype=np.int64)
+            token_ids = np.concatenate([prompt_ids, tokens[:-1]])
+            self._conversations.keep(request.conversation, slot, token_ids)
+
+
+def num_new_tokens(request: Request, sampling: Sampling) -> int:
+    """The largest number of tokens that a request samples."""
+    if request.max_new_tokens is None:
+        return sampling.max_new_tokens
+    return request.max_new_tokens
+
+
+def _split_prompts(prefills: Sequence[_Prefill], max_num_tokens: int) -> Iterator[list[Piece]]:
+    """Split prompts, each from its start on, into micro-batches of at most `max_num_tokens` tokens,
+    in order; `slot` is the prompt's index. A prompt is divided only if it is longer than a
+    micro-batch."""
+    pieces: list[Piece] = []
+    room = max_num_tokens
+    for index, prefill in enumerate(prefills):
+        start = prefill.start
+        while start < len(prefill.prompt):
+            num_left = len(prefill.prompt) - start
+            is_undivided = start == prefill.start and num_left <= max_num_tokens
+            fits_into_next = len(pieces) > 0 and is_undivided and num_left > room
+            if room == 0 or fits_into_next:
+                yield pieces
+                pieces = []
+                room = max_num_tokens
+            count = min(room, num_left)
+            pieces.append(Piece(index, start, count))
+            start += count
+            room -= count
+    yield pieces
