@@ -40,6 +40,7 @@ from rolepool.config.model_files import ModelShape, read_shape
 from rolepool.models.loading import load_critic, load_policy
 from rolepool.models.micro_batches import by_rows
 from rolepool.models.training import TrainedModel
+from rolepool.placement import ParallelDims
 from rolepool.protocol import DataProto, ragged, unpad
 from rolepool.protocol.columns import lengths_of
 from rolepool.protocol.worker import WorkerContext, made_in
@@ -214,6 +215,7 @@ def plain_model(setting: Setting, *, is_critic: bool) -> TrainedModel:
     return TrainedModel(
         model,
         device=setting.device,
+        dims=ParallelDims(),
         optim=keys.optim,
         fsdp=fsdp,
         grad_clip=keys.grad_clip,

@@ -15,6 +15,7 @@ from roles_for_tests import Actor, Critic, Everything, Network
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.errors import DataError, WorkerError
+from rolepool.placement import ParallelDims
 from rolepool.protocol import (
     CallFuture,
     DataProto,
@@ -40,7 +41,7 @@ def four(cluster: Cluster) -> RoleProxy:
 @pytest.fixture(scope="module")
 def mesh(cluster: Cluster) -> RoleProxy:
     """The same pool seen as two data-parallel groups of two ranks."""
-    return cluster.groups["four"].add_role("meshed", Everything, tensor_parallel=2)
+    return cluster.groups["four"].add_role("meshed", Everything, dims=ParallelDims(dp=2, tp=2))
 
 
 def batch_of(num_rows: int) -> DataProto:
@@ -246,14 +247,10 @@ def test_an_unknown_role_is_refused_with_the_ones_there_are(
         cluster.groups["four"].add_role("everything", Everything)
 
 
-@pytest.mark.parametrize("tensor_parallel", [0, 3, 8])
-def test_tensor_parallel_that_does_not_divide_the_pool_is_refused(
-    cluster: Cluster, tensor_parallel: int
-) -> None:
-    with pytest.raises(
-        WorkerError, match=f"four: tensor_parallel={tensor_parallel} must divide 4 processes"
-    ):
-        cluster.groups["four"].add_role("odd", Everything, tensor_parallel=tensor_parallel)
+@pytest.mark.parametrize("dims", [ParallelDims(tp=3), ParallelDims(dp=4, tp=2)])
+def test_dims_of_another_number_of_ranks_are_refused(cluster: Cluster, dims: ParallelDims) -> None:
+    with pytest.raises(WorkerError, match=r"four: .* dp \* sp \* tp must be 4"):
+        cluster.groups["four"].add_role("odd", Everything, dims=dims)
     assert "odd" not in cluster.groups["four"].roles
 
 
@@ -286,7 +283,7 @@ def test_a_future_that_a_function_of_the_driver_puts_together_cannot_be_handed_o
 def test_a_chunk_goes_to_every_rank_of_a_data_parallel_group_and_one_of_them_answers(
     mesh: RoleProxy,
 ) -> None:
-    assert (mesh.dp_size, mesh.tp_size, mesh.world_size) == (2, 2, 4)
+    assert (mesh.dp_size, mesh.dims.tp, mesh.world_size) == (2, 2, 4)
     result = mesh.dp_compute_proto(batch_of(6))
     assert result.batch["y"].tolist() == [0, 1, 2, 3, 4, 5]
     assert result.batch["rank"].tolist() == [0, 0, 0, 2, 2, 2]
@@ -396,7 +393,7 @@ def test_every_role_draws_its_own_random_numbers_on_every_rank(
         drawn[name].append(networks[name].draw())
     for name, draws in drawn.items():
         for rank in range(4):
-            seed = WorkerContext(pool="four", role=name, rank=rank, world_size=4).seed
+            seed = WorkerContext(pool="four", role=name, rank=rank).seed
             expected = draws_from(seed, len(draws))
             assert [draw[rank] for draw in draws] == expected, (
                 f"{name} rank {rank} draws as if it were alone"

@@ -13,7 +13,7 @@ from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import load_config
 from rolepool.data.demo import make_demo
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
-from rolepool.placement import build_plan
+from rolepool.placement import ParallelDims, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.columns import flat_values, lengths_of, same_value
@@ -98,8 +98,10 @@ def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_bo
     setup = Setup(10, torch.float64, stop_token_ids=(1,))
     actor = train.add_role("actor", Actor, config, setup, blocking=False)
     rollouts = [
-        group.add_role("rollout", Rollout, config, setup, tensor_parallel=2, blocking=False)
-        for group in (train, generate)
+        group.add_role(
+            "rollout", Rollout, config, setup, dims=ParallelDims(dp=size // 2, tp=2), blocking=False
+        )
+        for group, size in ((train, 4), (generate, 2))
     ]
     old = rollouts[0].generate_sequences(prompts, blocking=True)
     assert distance(actor, old) < TOLERANCE
@@ -135,7 +137,7 @@ def test_after_a_sync_two_tensor_parallel_ranks_agree_with_the_actor(
     )
     with Cluster(plan) as cluster:
         roles = build_roles(cluster, config, 10)
-        assert (roles.rollout.tp_size, roles.rollout.dp_size) == (2, 1)
+        assert roles.rollout.dims == ParallelDims(dp=1, tp=2)
         step = ppo_step(config, roles, Estimator(config), repeated(loader.next_batch(), 2), 1)
         before = step.calls["gen"][0].get()
         assert distance(roles.actor, before) > 10 * TOLERANCE, (

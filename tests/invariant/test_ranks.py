@@ -17,8 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from exact_norms import use_exact_norms
 from rolepool.config.model_keys import FsdpConfig, OptimConfig
 from rolepool.models.micro_batches import by_rows
-from rolepool.models.sharding import whole
+from rolepool.models.ranks import rank_and_count, whole
 from rolepool.models.training import TrainedModel
+from rolepool.placement import ParallelDims
 
 ROWS, NUM_STEPS, VOCABULARY = 12, 3, 50
 TOLERANCE = 1e-12
@@ -38,6 +39,7 @@ def build(fsdp_size: int) -> TrainedModel:
     return TrainedModel(
         LlamaForCausalLM(config).to(torch.float64),  # type: ignore[no-untyped-call]
         device="cpu",
+        dims=ParallelDims.over(rank_and_count()[1], shard=fsdp_size),
         optim=OptimConfig(lr=1e-3),
         fsdp=FsdpConfig(fsdp_size=fsdp_size),
         grad_clip=1.0,

@@ -144,7 +144,7 @@ def _ranks(
     role = owner or role
     ranks = ranks_of(config, plan, role, pool, operation)
     num_parts = (
-        plan.num_parts(config, role)
+        plan.dims_of(config, role).dp
         if pool in plan.pools and operation != "update_weights"
         else num_ranks
     )

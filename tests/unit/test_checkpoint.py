@@ -49,9 +49,10 @@ from rolepool.models.checkpoint import (
     snapshot_number,
     temporary_folder,
 )
-from rolepool.models.sharding import sum_over_ranks, whole
+from rolepool.models.ranks import PartSums, rank_and_count, whole
 from rolepool.models.snapshot import SnapshotWriter
 from rolepool.models.training import TrainedModel
+from rolepool.placement import ParallelDims
 
 pytestmark = (
     pytest.mark.slow
@@ -111,6 +112,7 @@ def build(setting: Setting, **sizes: Any) -> TrainedModel:
     return TrainedModel(
         model.to(setting.dtype),
         device="cpu",
+        dims=ParallelDims.over(rank_and_count()[1], shard=setting.fsdp_size),
         optim=OptimConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=2),
         fsdp=FsdpConfig(fsdp_size=setting.fsdp_size),
         grad_clip=1.0,
@@ -140,7 +142,7 @@ def train(trained: TrainedModel, num_steps: int, *, noisy: bool = False) -> list
 
         mine = list(range(ROWS))[rank::num_ranks]
         share = float(trained.step([mine[:1], mine[1:]], loss_of)["loss"])
-        losses.append(sum_over_ranks([share], "cpu")[0])
+        losses.append(PartSums(trained.dims, "cpu").sum([share])[0])
         trained.num_updates += 1
     return losses
 

@@ -17,7 +17,7 @@ import torch
 from rolepool.config import load_config
 from rolepool.config.model_files import ModelShape, ShapeUnknown, read_shape
 from rolepool.models.training import model_utilization
-from rolepool.placement import Role, build_plan
+from rolepool.placement import ParallelDims, Role, build_plan
 from rolepool.placement.estimate import (
     GIB,
     LOGITS_AT_ONCE,
@@ -34,6 +34,7 @@ from rolepool.placement.estimate import (
     peak_by_role,
     snapshot_bytes,
 )
+from rolepool.placement.parallel import dims_of
 
 ROOT = Path(__file__).parent.parent.parent
 DEEPSEEK = f"actor_rollout_ref.model.path={ROOT / 'recipes/shapes/deepseek-llm-7b-chat'}"
@@ -284,7 +285,14 @@ def generating(num_sequences: int, cache_bytes: int | None, num_ranks: int) -> R
     room = (
         None if cache_bytes is None else weights + 2 * cache_bytes
     )  # gpu_memory_utilization is 0.5
-    return generation_memory(config, TINY, num_sequences, None if room is None else GIB, room)
+    return generation_memory(
+        config,
+        TINY,
+        dims_of(config, Role.Rollout, 8),
+        num_sequences,
+        None if room is None else GIB,
+        room,
+    )
 
 
 def test_a_rollout_is_16_bit_weights_and_the_cache_of_all_its_sequences() -> None:
@@ -559,7 +567,7 @@ def test_activations_are_kept_if_there_is_room_and_recomputed_otherwise() -> Non
 def test_a_chosen_micro_batch_leaves_a_part_of_the_room_free() -> None:
     config = load_config(overrides=LONG.split()).config
     (pool,) = estimate(LONG, 20).pools.values()
-    held = held_model(config, Role.Actor, 1)
+    held = held_model(config, Role.Actor, ParallelDims())
     others = sum(memory.idle for role, memory in pool.roles.items() if role != Role.Actor)
     room = 20 * GIB - PROCESS_OVERHEAD_BYTES - others - held.loaded.working
     assert pool.roles[Role.Actor].working - held.loaded.working <= USABLE * room

@@ -18,6 +18,8 @@ from rolepool.cluster.calls import Share
 from rolepool.config import Config, load_config
 from rolepool.config.model_keys import FsdpConfig, RefFsdpConfig
 from rolepool.data.demo import make_demo
+from rolepool.models.ranks import PartSums
+from rolepool.placement import ParallelDims
 from rolepool.placement.checks import roomier_divisions
 from rolepool.placement.estimate import MOST_TOKENS, MicroBatch
 from rolepool.placement.roles import MicroBatchKeys, Role
@@ -117,7 +119,10 @@ def micro_batches_of(
     width: int = 8,
 ) -> MicroBatches:
     return MicroBatches(
-        MicroBatch(KEYS, rows, tokens, is_chosen, recomputes=None), "cpu", packed, width
+        MicroBatch(KEYS, rows, tokens, is_chosen, recomputes=None),
+        PartSums(ParallelDims(), "cpu"),
+        packed,
+        width,
     )
 
 

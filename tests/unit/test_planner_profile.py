@@ -74,7 +74,7 @@ def test_an_update_has_an_optimizer_step_for_each_mini_batch(profile: Profile) -
 def test_tensor_parallel_ranks_share_their_rows(profile: Profile) -> None:
     config = config_of(f"trainer.n_gpus_per_node=4 {TENSOR_PARALLEL}=2")
     plan = build_plan(config)
-    assert plan.num_parts(config, Role.Rollout) == 2
+    assert plan.dims_of(config, Role.Rollout).dp == 2
     decode = work_of(profile, Role.Rollout, "gen", 2)["decode"]
     assert decode.num_tokens == pytest.approx((RESPONSE - 1) * 12)
 

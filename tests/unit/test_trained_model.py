@@ -9,6 +9,7 @@ from torch import nn
 from rolepool.config import load_config
 from rolepool.errors import RolepoolError
 from rolepool.models.training import TrainedModel
+from rolepool.placement import ParallelDims
 
 
 @pytest.fixture
@@ -16,7 +17,13 @@ def trained() -> TrainedModel:
     keys = load_config([], []).config.critic
     fsdp = keys.model.fsdp_config
     return TrainedModel(
-        nn.Linear(2, 1), device="cpu", optim=keys.optim, fsdp=fsdp, grad_clip=1.0, num_steps=10
+        nn.Linear(2, 1),
+        device="cpu",
+        dims=ParallelDims(),
+        optim=keys.optim,
+        fsdp=fsdp,
+        grad_clip=1.0,
+        num_steps=10,
     )
 
 

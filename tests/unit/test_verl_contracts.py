@@ -28,7 +28,7 @@ from rolepool.cluster.calls import (
 )
 from rolepool.errors import DataError, PlacementError
 from rolepool.models.micro_batches import balanced, num_passes, rank_order
-from rolepool.placement import ResourcePoolManager, Role
+from rolepool.placement import ParallelDims, ResourcePoolManager, Role
 from rolepool.protocol import (
     DataProto,
     DataProtoConfig,
@@ -536,7 +536,7 @@ def test_a_method_with_a_named_mesh_splits_batches_over_the_data_parallel_ranks(
     def make(tp_size: int, ranks_per_copy: int) -> Sequence[Engine]:
         engines = []
         for rank in range(4):
-            with made_in(WorkerContext(rank=rank, world_size=4, tp_size=tp_size)):
+            with made_in(WorkerContext(rank=rank, dims=ParallelDims.over(4, tp=tp_size))):
                 engines.append(Engine(ranks_per_copy))
         return engines
 

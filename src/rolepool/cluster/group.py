@@ -26,6 +26,7 @@ from rolepool.cluster.connection import raise_if_ray_died
 from rolepool.cluster.launch import POLL_S, Process, await_all, cause_of, outcomes
 from rolepool.errors import ConfigError, DataError, WorkerError
 from rolepool.metrics import Span
+from rolepool.placement.parallel import ParallelDims
 from rolepool.protocol.encoding import Encoded
 from rolepool.protocol.futures import CallFuture, DataProtoFuture, Pending, Reply, collect_first
 from rolepool.protocol.worker import Dispatch, Execute, MethodSpec, Worker, registered_methods
@@ -64,31 +65,34 @@ class WorkerGroup:
         worker_class: type[Worker],
         /,
         *args: Any,
-        tensor_parallel: int = 1,
+        dims: ParallelDims | None = None,
         blocking: bool = True,
         **kwargs: Any,
     ) -> RoleProxy:
-        """Construct a role in every process of the pool. Neighbouring ranks form its
-        tensor-parallel groups.
+        """Construct a role in every process of the pool.
 
+        `dims` says how the processes work together on the role. Without them each process gets its
+        own part of a batch.
         With `blocking=False` it returns at once, and `proxy.ready.get()` waits. Calls can be made
         before that.
         """
         if role in self.roles:
             raise WorkerError(f"{self.name} already has a role {role}")
-        if tensor_parallel < 1 or self.world_size % tensor_parallel:
+        dims = ParallelDims.over(self.world_size) if dims is None else dims
+        if dims.world_size != self.world_size:
             raise WorkerError(
-                f"{self.name}: tensor_parallel={tensor_parallel} must divide {self.world_size} processes"
+                f"{self.name}: it has {self.world_size} processes, which cannot be {dims}; "
+                f"dp * sp * tp must be {self.world_size}"
             )
         self.raise_if_broken()
         made = PendingCall(self, role, "__init__")
         for process in self.processes:
             answer = process.actor.add_role.remote(
-                role, worker_class, tensor_parallel, args, kwargs, time.time()
+                role, worker_class, dims, args, kwargs, time.time()
             )
             made.all_objects.append((answer, None))
         ready = CallFuture([made], lambda results: None)
-        proxy = RoleProxy(self, role, worker_class, tensor_parallel, ready)
+        proxy = RoleProxy(self, role, worker_class, dims, ready)
         if blocking:
             ready.get()
         self.roles[role] = proxy
@@ -185,7 +189,7 @@ class RoleProxy:
     group: WorkerGroup
     role_name: str
     worker_class: type[Worker]
-    tp_size: int
+    dims: ParallelDims
     ready: CallFuture
     """Ends when every process has constructed the role."""
     blocking: bool | None = None
@@ -193,7 +197,7 @@ class RoleProxy:
 
     def __post_init__(self) -> None:
         self.world_size = self.group.world_size
-        self.dp_size = self.world_size // self.tp_size
+        self.dp_size = self.dims.dp
         self._specs = registered_methods(self.worker_class)
         for name, spec in self._specs.items():
             self.__dict__.setdefault(name, partial(self._call, name, spec))
@@ -238,7 +242,7 @@ class RoleProxy:
             self.role_name, name, args, kwargs, time.time(), next_call_number(), after
         )
         num_parts = self._num_parts(call, spec, len(processes))
-        stride = self.tp_size if spec.dispatch in calls.PER_DP_GROUP else 1
+        stride = self.dims.ranks_per_part if spec.dispatch in calls.PER_DP_GROUP else 1
         pending = PendingCall(self.group, self.role_name, name, call.number, stride, sources)
         ranks_per_part = len(processes) // num_parts
         for rank, process in enumerate(processes):

@@ -29,6 +29,7 @@ from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.config.functions import EXTENSIONS
 from rolepool.errors import PlacementError, RayDiedError, RolepoolError, WorkerError, logger
 from rolepool.placement import Plan
+from rolepool.placement.parallel import ParallelDims
 from rolepool.placement.plan import ResourcePool, Slot
 from rolepool.protocol.worker import WorkerContext
 
@@ -401,7 +402,8 @@ def _form_pools(reserved: Reservation, processes: dict[str, list[Process]], run_
     joined, device = {}, "cpu" if reserved.device == "cpu" else reserved.plan.device
     for name, members in processes.items():
         nodes = [process.node_id for process in members]
-        base = WorkerContext(pool=name, world_size=len(members), device=device, run_seed=run_seed)
+        dims = ParallelDims.over(len(members))
+        base = WorkerContext(pool=name, dims=dims, device=device, run_seed=run_seed)
         addresses = []
         for rank, (process, node) in enumerate(zip(members, nodes, strict=True)):
             context = replace(

@@ -45,6 +45,7 @@ from rolepool.cluster.titles import keep_title, set_title
 from rolepool.config.functions import import_extensions, import_object
 from rolepool.errors import RolepoolError, WorkerError, logger
 from rolepool.metrics import Span
+from rolepool.placement.parallel import ParallelDims
 from rolepool.placement.plan import detect_gpu_memory
 from rolepool.protocol import Dispatch, Worker, WorkerContext
 from rolepool.protocol import worker as workers
@@ -265,14 +266,14 @@ class WorkerProcess:
         self,
         name: str,
         worker_class: type[Worker],
-        tp_size: int,
+        dims: ParallelDims,
         args: Any,
         kwargs: Any,
         queued_s: float,
     ) -> bytes | Reply:
         """Construct a role. Its weights depend on the role's seed only, not on rank or pool."""
         start_s = time.time()
-        context = replace(self._context, role=name, tp_size=tp_size)
+        context = replace(self._context, role=name, dims=dims)
         self._failed_roles.pop(name, None)
         self._reseed(name, context.init_seed)
         try:
@@ -324,7 +325,7 @@ class WorkerProcess:
                     result = self._loop.run_until_complete(result)
                 handled = _handled((*call.args, *call.kwargs.values()), result)
                 dispatch = getattr(method, workers.MARK).dispatch
-                if dispatch in PER_DP_GROUP and worker.context.tp_rank:
+                if dispatch in PER_DP_GROUP and not worker.context.returns_result:
                     result = None
                 elif dispatch is Dispatch.DP_COMPUTE_PROTO:
                     result = without_padding(tensordict_to_batch(result), share)

@@ -18,6 +18,7 @@ from rolepool.cluster.connection import connect
 from rolepool.cluster.group import RoleProxy, WorkerGroup
 from rolepool.cluster.launch import live_nodes
 from rolepool.errors import DataError
+from rolepool.placement.parallel import ParallelDims
 from rolepool.placement.plan import ResourcePoolManager, place
 
 _started: dict[tuple[str, str], dict[str, Sequence[int]]] = {}
@@ -99,12 +100,11 @@ class RayWorkerGroup:
             else made
         )
         self.world_size = resource_pool.world_size
+        dims = ParallelDims.over(self.world_size, tp=tensor_parallel)
         self._proxies: dict[str, RoleProxy] = {}
         for name, one in classes.items():
             role = f"{name}_{len(group.roles) + 1}" if name in group.roles else name
-            proxy = group.add_role(
-                role, one.cls, *one.args, tensor_parallel=tensor_parallel, **one.kwargs
-            )
+            proxy = group.add_role(role, one.cls, *one.args, dims=dims, **one.kwargs)
             self._proxies[name] = proxy
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RoleProxy]:

@@ -47,7 +47,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from rolepool.errors import ConfigError, RolepoolError, explained, first_few, logger
-from rolepool.models.sharding import rank_and_count
+from rolepool.models.ranks import rank_and_count
 from rolepool.models.training import TrainedModel
 from rolepool.protocol.worker import random_state, set_random_state
 from rolepool.reading import open_regular, parse_json, read_small

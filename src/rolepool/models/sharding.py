@@ -1,8 +1,8 @@
 """How a model computes on the ranks of a pool: in 16 bits and compiled on a GPU, and sharded with
 FSDP2.
 
-Owns these three changes to a Hugging Face model and their order, gathering whole weights, and sums
-over ranks. In a pool of one process models are not sharded. Nothing is compiled for a CPU.
+Owns these three changes to a Hugging Face model and their order. In a pool of one process models
+are not sharded. Nothing is compiled for a CPU.
 """
 
 import shutil
@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 import torch._dynamo
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.callback import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.utils._triton import has_triton
 
 from rolepool.errors import logger
+from rolepool.placement.parallel import ParallelDims
 
 PACKED = "rolepool_packed"
 """`attn_implementation` of models that run packed rows; their layers are compiled on a GPU."""
@@ -34,13 +33,11 @@ MOST_VERSIONS = 32
 """Maximum number of compiled versions of one function."""
 
 
-def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
-    """The model on its device, sharded over `fsdp_size` ranks (-1 is the whole pool) and replicated
-    over the rest."""
-    _, world_size = rank_and_count()
+def shard(model: nn.Module, device: str, dims: ParallelDims) -> nn.Module:
+    """The model on its device, sharded over `dims.shard` ranks, and replicated over the rest."""
     layers = decoder_layers(model)
     own_methods = [TOKEN_SCORES] if hasattr(model, TOKEN_SCORES) else []
-    if device == "cuda" and world_size == 1:
+    if device == "cuda" and dims.world_size == 1:
         compute_in(torch.bfloat16, model, layers, ["forward", *own_methods])
     config: Any = getattr(model, "config", None)
     if device == "cuda" and config._attn_implementation == PACKED:
@@ -48,13 +45,12 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
         # checkpointing are not compiled.
         for layer in layers:
             layer.forward = compiled(layer.forward, _mark_head_size)
-    if world_size == 1:
+    if dims.world_size == 1:
         return model.to(device)
-    size = world_size if fsdp_size == -1 else fsdp_size
-    dims = (
-        {"shard": size} if size == world_size else {"replicate": world_size // size, "shard": size}
-    )
-    mesh = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    sizes = {"shard": dims.shard}
+    if dims.num_replicas > 1:
+        sizes = {"replicate": dims.num_replicas, **sizes}
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     shard_over(mesh, model, layers, device)
     for name in own_methods:
         register_fsdp_forward_method(model, name)
@@ -193,33 +189,3 @@ def has_compiler() -> bool:
         logger.debug("compiled a part of the model (%s) in %.1f s", trigger, seconds)
 
     return True
-
-
-# Over ranks
-
-
-def rank_and_count() -> tuple[int, int]:
-    """This process's rank in its pool, and the number of ranks."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The gathered tensor if it is sharded, else the tensor itself. All ranks must call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def max_over_ranks(value: int, device: str) -> int:
-    """The largest of the ranks' values."""
-    return int(sum_over_ranks([value], device, dist.ReduceOp.MAX)[0])
-
-
-def sum_over_ranks(
-    numbers: Iterable[float], device: str, operation: Any = dist.ReduceOp.SUM
-) -> list[float]:
-    """Every number summed over the pool (or reduced by another operation). All ranks must have as
-    many numbers."""
-    values = torch.tensor(list(numbers), dtype=torch.float64)
-    if len(values) and rank_and_count()[1] > 1:
-        values = values.to(device)
-        dist.all_reduce(values, op=operation)
-    return values.tolist()

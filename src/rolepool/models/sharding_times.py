@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rolepool.metrics.sharding_times import ShardingTime
-from rolepool.models.sharding import decoder_layers, shard_over, whole
+from rolepool.models.ranks import whole
+from rolepool.models.sharding import decoder_layers, shard_over
 
 NUM_LAYERS = 3
 WIDTHS = {"cpu": (64, 192), "cuda": (64, 1024)}

@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from rolepool.errors import logger, one_line
 from rolepool.files import write_atomically
 from rolepool.models.checkpoint import all_tensors, rank_state_text, snapshot_files
-from rolepool.models.sharding import rank_and_count
+from rolepool.models.ranks import rank_and_count
 from rolepool.models.training import TrainedModel
 
 

@@ -20,7 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from rolepool.config.model_files import ModelShape
 from rolepool.config.model_keys import FsdpConfig, OptimConfig
 from rolepool.errors import RolepoolError
-from rolepool.models.sharding import shard, whole
+from rolepool.models.ranks import whole
+from rolepool.models.sharding import shard
+from rolepool.placement.parallel import ParallelDims
 from rolepool.protocol.worker import part, work_of
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
@@ -91,8 +93,9 @@ class DeviceModel:
 class FrozenModel(DeviceModel):
     """A model without training: no gradients and no optimizer."""
 
-    def __init__(self, model: nn.Module, *, device: str, offload: bool) -> None:
-        self.model, self.device = shard(model.requires_grad_(False), device, -1).eval(), device
+    def __init__(self, model: nn.Module, *, device: str, dims: ParallelDims, offload: bool) -> None:
+        self.device = device
+        self.model = shard(model.requires_grad_(False), device, dims).eval()
         self._moves = [self.model.to] if offload and device != "cpu" else []
         self._leave_device()
 
@@ -105,13 +108,15 @@ class TrainedModel(DeviceModel):
         model: nn.Module,
         *,
         device: str,
+        dims: ParallelDims,
         optim: OptimConfig,
         fsdp: FsdpConfig,
         grad_clip: float,
         num_steps: int,
     ) -> None:
         """`num_steps` is the number of steps in which the model is updated."""
-        self.model, self.device = shard(model, device, fsdp.fsdp_size), device
+        self.device, self.dims = device, dims
+        self.model = shard(model, device, dims)
         self.optim, self.grad_clip = optim, grad_clip
         self.num_steps, self.num_updates = num_steps, 0
         settings: dict[str, Any] = {

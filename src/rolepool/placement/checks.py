@@ -32,6 +32,7 @@ from rolepool.placement.estimate import (
     estimate_memory,
     peak_by_role,
 )
+from rolepool.placement.parallel import WHOLE_POOL, shard_key
 from rolepool.placement.plan import Plan, build_plan
 from rolepool.placement.roles import ROLE_SPECS, Role, longest_row, model_of
 from rolepool.units import show_bytes
@@ -114,11 +115,10 @@ def _groups(config: Config, plan: Plan, role: Role) -> Iterator[str]:
     """A tensor-parallel group stays inside a node; a sharding group may span the nodes of its
     pool."""
     name, spec, pool = plan.roles[role], ROLE_SPECS[role], plan.pool_of(role)
-    sharding = f"{spec.fsdp}.fsdp_size" if spec.fsdp is not None and spec.is_trained else None
     per_node = (spec.tensor_parallel, sorted(set(pool.counts_by_node.values())), "per node")
-    for key, counts, where in (per_node, (sharding, [pool.world_size], "in all")):
-        size, largest = -1 if key is None else config.at(key), math.gcd(*counts)
-        if size != -1 and largest % size:
+    for key, counts, where in (per_node, (shard_key(spec), [pool.world_size], "in all")):
+        size, largest = WHOLE_POOL if key is None else config.at(key), math.gcd(*counts)
+        if size != WHOLE_POOL and largest % size:
             processes = f"{', '.join(map(str, counts))} {where}"
             fits = [str(divisor) for divisor in range(1, largest + 1) if largest % divisor == 0]
             rule = f"must divide the number of processes of {name} ({processes})"
@@ -128,7 +128,7 @@ def _groups(config: Config, plan: Plan, role: Role) -> Iterator[str]:
 def _micro_batches(config: Config, plan: Plan, role: Role) -> Iterator[str]:
     """A role that is trained splits the sequences of a mini-batch on each process into equal
     micro-batches."""
-    spec, pool, parts = ROLE_SPECS[role], plan.roles[role], plan.num_parts(config, role)
+    spec, pool, parts = ROLE_SPECS[role], plan.roles[role], plan.dims_of(config, role).dp
     for keys in (keys for operation, keys in spec.batched if operation.trains):
         num_sequences = (
             config.at(f"{spec.section}.ppo_mini_batch_size") * config.actor_rollout_ref.rollout.n
@@ -152,7 +152,7 @@ def _batches(
     num_mini_batches = max(
         1, config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
     )
-    spec, pool, parts = ROLE_SPECS[role], plan.roles[role], plan.num_parts(config, role)
+    spec, pool, parts = ROLE_SPECS[role], plan.roles[role], plan.dims_of(config, role).dp
     # The batch sizes that are offered can also be split into the same number of mini-batches.
     multiples = {"data.train_batch_size": num_mini_batches}
     if spec.is_trained:

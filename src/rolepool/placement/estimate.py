@@ -18,6 +18,7 @@ from pathlib import Path
 from rolepool.config import Config
 from rolepool.config.model_files import ModelShape, ShapeUnknown, read_shape
 from rolepool.config.model_keys import FsdpConfig
+from rolepool.placement.parallel import ParallelDims
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, MicroBatchKeys, Role, longest_row, model_of
 
@@ -292,7 +293,12 @@ def cache_room(share_bytes: int, free_bytes: int, weights_bytes: int, utilizatio
 
 
 def generation_memory(
-    config: Config, shape: ModelShape, num_sequences: int, limit: int | None, room: int | None
+    config: Config,
+    shape: ModelShape,
+    dims: ParallelDims,
+    num_sequences: int,
+    limit: int | None,
+    room: int | None,
 ) -> RoleMemory:
     """16-bit weights and a KV cache for all sequences at once, or for as many as fit, at least one.
 
@@ -302,7 +308,7 @@ def generation_memory(
     with the CUDA graph of the decode step.
     """
     keys, prompt_tokens = config.actor_rollout_ref.rollout, config.data.max_prompt_length
-    num_ranks = keys.tensor_model_parallel_size
+    num_ranks = dims.tp
     layers = shape.num_layers * shape.layer_params
     weights = BF16 * (shape.num_params - layers + layers // num_ranks)
     token_bytes = (
@@ -332,16 +338,15 @@ def shape_of(config: Config, role: Role) -> ModelShape:
     return read_shape(*model_of(config, role))
 
 
-def held_model(config: Config, role: Role, world_size: int) -> HeldModel:
-    """The model of a role that computes in micro-batches, in a pool of `world_size` processes.
-    Raises ShapeUnknown."""
+def held_model(config: Config, role: Role, dims: ParallelDims) -> HeldModel:
+    """The model of a role that computes in micro-batches. Raises ShapeUnknown."""
     spec, shape = ROLE_SPECS[role], shape_of(config, role)
     fsdp = FsdpConfig(**config.at(spec.fsdp).model_dump()) if spec.fsdp else FsdpConfig()
     num_response_tokens = 0 if spec.has_scalar_head else config.data.max_response_length
     return HeldModel(
         shape,
         shape.num_scalar_head_params if spec.has_scalar_head else shape.num_params,
-        num_shards=world_size if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
+        num_shards=dims.shard,
         length=longest_row(config, role),
         logit_share=Fraction(
             num_response_tokens, config.data.max_prompt_length + config.data.max_response_length
@@ -361,17 +366,18 @@ def _role_memory(
     Without room it is the least memory that the role needs. Raises ShapeUnknown.
     """
     spec, rollout = ROLE_SPECS[role], config.actor_rollout_ref.rollout
-    num_parts = plan.num_parts(config, role)
-    batch_rows = -(-config.data.train_batch_size * rollout.n // num_parts)
+    dims = plan.dims_of(config, role)
+    batch_rows = -(-config.data.train_batch_size * rollout.n // dims.dp)
     if not spec.batched:
         num_sequences = min(batch_rows, rollout.max_num_seqs)
-        return generation_memory(config, shape_of(config, role), num_sequences, limit, room), {}
-    held = held_model(config, role, plan.pool_of(role).world_size)
+        shape = shape_of(config, role)
+        return generation_memory(config, shape, dims, num_sequences, limit, room), {}
+    held = held_model(config, role, dims)
     memories, sizes = [], default_micro_batches(config, role)
     for operation, size in sizes.items():
         num_rows = batch_rows
         if size.recomputes is not None:
-            num_rows = -(-config.at(spec.section).ppo_mini_batch_size * rollout.n // num_parts)
+            num_rows = -(-config.at(spec.section).ppo_mini_batch_size * rollout.n // dims.dp)
         sizes[operation] = chosen = held.choose(size, num_rows, room)
         memories.append(
             held.memory(chosen, num_rows, held.length * chosen.most_rows(num_rows, held.length))
@@ -397,7 +403,7 @@ def snapshot_bytes(config: Config, plan: Plan) -> int:
     for role in (role for role in plan.roles if is_on and ROLE_SPECS[role].is_trained):
         with suppress(ShapeUnknown):
             pool = plan.pool_of(role)
-            held = held_model(config, role, pool.world_size)
+            held = held_model(config, role, plan.dims_of(config, role))
             num_written = Counter(
                 slot.node for slot in pool.slots[: held.num_shards]
             )  # replicas write nothing

@@ -31,6 +31,7 @@ from rolepool.errors import (
     one_line,
     place_of,
 )
+from rolepool.placement.parallel import ParallelDims, dims_of
 from rolepool.placement.roles import COMBINED_ROLES, ROLE_SPECS, Role, home_of, needed_roles
 
 DRIVER = "driver"
@@ -275,11 +276,9 @@ class Plan(BaseModel, frozen=True):
         """The pool of a role. `actor_rollout` has one if actor and rollout are in the same pool."""
         return self.pools[home_of(role, self.roles)]
 
-    def num_parts(self, config: Config, role: Role) -> int:
-        """Number of parts that a role's batch is split into: one for each process of its pool, or
-        for each group of tensor-parallel ranks."""
-        key = ROLE_SPECS[role].tensor_parallel
-        return max(1, self.pool_of(role).world_size // (1 if key is None else config.at(key)))
+    def dims_of(self, config: Config, role: Role) -> ParallelDims:
+        """How the ranks of a role's pool work together on it."""
+        return dims_of(config, role, self.pool_of(role).world_size)
 
 
 @dataclass(frozen=True)

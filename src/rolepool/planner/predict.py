@@ -304,7 +304,7 @@ class Predictor:
             found = self._sync(config, plan)
         else:
             num_parts = (
-                plan.num_parts(config, role)
+                plan.dims_of(config, role).dp
                 if role in plan.roles
                 else self.profile.num_helpers
                 if role

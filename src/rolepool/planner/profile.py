@@ -485,7 +485,7 @@ def ranks_of(config: Config, plan: Plan, role: str, pool: str, operation: str) -
         return 1
     spec = ROLE_SPECS.get(Role(role))
     if operation != SYNC and spec is not None and spec.tensor_parallel is not None:
-        return int(config.at(spec.tensor_parallel))
+        return plan.dims_of(config, Role(role)).tp
     return plan.pools[pool].world_size
 
 

@@ -19,6 +19,7 @@ from rolepool.config import Config
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import MemoryEstimate
+from rolepool.placement.parallel import dims_of
 from rolepool.placement.plan import (
     Plan,
     ResourcePool,
@@ -193,8 +194,7 @@ def _step_times(predictor: Predictor, config: Config) -> Callable[[Sequence[Grou
 def allowed_sizes(config: Config, role: Role, inventory: Sequence[int]) -> set[int]:
     """The numbers of ranks over which a role's batches, mini-batches and groups can be divided."""
     num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    key = ROLE_SPECS[role].tensor_parallel
-    parallel = 1 if key is None else config.at(key)
+    parallel = dims_of(config, role, sum(inventory)).ranks_per_part
     most = min(sum(inventory) // parallel, num_rows)
     sizes = [parts * parallel for parts in range(1, most + 1) if num_rows % parts == 0]
     problems = {size: {*find_problems(config, _alone(config, (role,), size))} for size in sizes}

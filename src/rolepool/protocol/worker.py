@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -26,6 +26,7 @@ import torch
 
 from rolepool.errors import DataError
 from rolepool.metrics.spans import Part
+from rolepool.placement.parallel import ParallelDims
 from rolepool.seeds import derive_seed
 from rolepool.units import show_bytes
 
@@ -38,24 +39,33 @@ class WorkerContext:
     pool: str = "local"
     role: str = "role"
     rank: int = 0
-    world_size: int = 1
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    """How the ranks of the pool work together on the role."""
     local_rank: int = 0
     local_world_size: int = 1
-    tp_size: int = 1
     device: str = "cpu"
     run_seed: int = 1
 
     @property
-    def dp_rank(self) -> int:
-        return self.rank // self.tp_size
+    def world_size(self) -> int:
+        return self.dims.world_size
 
     @property
-    def dp_size(self) -> int:
-        return self.world_size // self.tp_size
+    def dp_rank(self) -> int:
+        return self.dims.dp_rank(self.rank)
 
     @property
     def tp_rank(self) -> int:
-        return self.rank % self.tp_size
+        return self.dims.tp_rank(self.rank)
+
+    @property
+    def tp_size(self) -> int:
+        return self.dims.tp
+
+    @property
+    def returns_result(self) -> bool:
+        """Whether this rank is the first of those that compute the same rows."""
+        return self.dims.returns_result(self.rank)
 
     @property
     def init_seed(self) -> int:
@@ -123,7 +133,7 @@ class Worker:
     ) -> None:
         """Check what a worker of verl says about its mesh. How batches are split is decided when
         the role is added."""
-        given, known = (dp_rank, is_collect), (self.context.dp_rank, self.context.tp_rank == 0)
+        given, known = (dp_rank, is_collect), (self.context.dp_rank, self.context.returns_result)
         if given != known:
             difference = (
                 f"(dp_rank, is_collect) of rank {self.rank} is {given}, but here it is {known}"

@@ -21,7 +21,7 @@ from rolepool.models import parity
 from rolepool.models.checkpoint import weights_of
 from rolepool.models.loading import load_critic, load_policy
 from rolepool.models.packing import TokenRows, response_values
-from rolepool.models.sharding import whole
+from rolepool.models.ranks import whole
 from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
@@ -211,7 +211,10 @@ class Reference(ModelRole):
         super().__init__(config, setup)
         model = load_policy(config, self.frozen_dtype, packed=self.packed)
         self.placed = FrozenModel(
-            model, device=self.device, offload=self.keys.fsdp_config.param_offload
+            model,
+            device=self.device,
+            dims=self.context.dims,
+            offload=self.keys.fsdp_config.param_offload,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)

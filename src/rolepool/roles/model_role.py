@@ -29,7 +29,7 @@ from rolepool.config.schema import divisor_near
 from rolepool.models.checkpoint import load_trained, save_trained
 from rolepool.models.micro_batches import balanced, by_rows, num_passes
 from rolepool.models.packing import TokenRows, TokenScores, kept_mask, on_device, response_log_probs
-from rolepool.models.sharding import max_over_ranks, sum_over_ranks
+from rolepool.models.ranks import PartSums
 from rolepool.models.snapshot import SnapshotWriter
 from rolepool.models.training import DeviceModel, TrainedModel, model_utilization
 from rolepool.placement.checks import roomier_divisions
@@ -71,7 +71,7 @@ class MicroBatches:
     """The micro-batches of one operation, and how rows were last split."""
 
     size: MicroBatch
-    device: str
+    part_sums: PartSums
     packed: bool
     width: int
     """The tokens of the longest row that the config allows."""
@@ -87,9 +87,8 @@ class MicroBatches:
             rows = by_rows(len(lengths), self.size.rows)
         else:
             counted = lengths if self.packed else [max(lengths)] * len(lengths)
-            rows = balanced(
-                counted, max_over_ranks(num_passes(counted, self.size.tokens), self.device)
-            )
+            num_here = num_passes(counted, self.size.tokens)
+            rows = balanced(counted, self.part_sums.max(num_here))
         self._num_rows, self._most_rows = len(lengths), max(map(len, rows), default=0)
         return rows
 
@@ -126,8 +125,11 @@ class ModelRole(Worker):
             else setup.micro_batches
         )
         width = config.data.max_prompt_length + config.data.max_response_length
+        self.part_sums = PartSums(self.context.dims, self.device)
         self.micro_batches = {
-            operation.method: MicroBatches(sizes[operation.name], self.device, self.packed, width)
+            operation.method: MicroBatches(
+                sizes[operation.name], self.part_sums, self.packed, width
+            )
             for operation, _ in self.spec.batched
         }
         self.frozen_dtype = setup.dtype if self.device == "cpu" else torch.bfloat16
@@ -215,7 +217,11 @@ class TrainedRole(ModelRole):
                 gradient_checkpointing_kwargs={"use_reentrant": False}
             )  # type: ignore[operator]
         self.placed = self.trained = TrainedModel(
-            model, device=self.device, num_steps=num_training_steps, **keys
+            model,
+            device=self.device,
+            dims=self.context.dims,
+            num_steps=num_training_steps,
+            **keys,
         )
         self.snapshots = SnapshotWriter(self.trained)
 
@@ -239,12 +245,14 @@ class TrainedRole(ModelRole):
         num_rows = (
             self.keys.ppo_mini_batch_size
             * self.config.actor_rollout_ref.rollout.n
-            // self.context.dp_size
+            // self.context.dims.dp
         )
         batches = data.split(num_rows)
         with self.trained.on_device(training=True):
             counts = count_losses(
-                (kept_mask(batch.batch) for batch in batches), self.loss_scale_factor, self.device
+                (kept_mask(batch.batch) for batch in batches),
+                self.loss_scale_factor,
+                self.part_sums,
             )
             lengths = [lengths_of(batch.batch[INPUT_IDS]).tolist() for batch in batches]
             splits = [self.update_micro_batches.split(of_batch) for of_batch in lengths]
@@ -259,10 +267,10 @@ class TrainedRole(ModelRole):
                 of_batches.append(self.trained.step(split, loss_of, of_batch))
             columns = _columns_of(of_batches)
             means = {name: float(column.mean()) for name, column in columns.items()}
-            # The memory used on a rank's node. Divided by the number of ranks, the sum is a mean
-            # over ranks.
-            node_memory_gb = psutil.virtual_memory().used / 2**30 / self.context.world_size
-            *totals, memory_gb = sum_over_ranks([*means.values(), node_memory_gb], self.device)
+            # The memory used on a rank's node. Divided by the number of parts, the sum is a mean
+            # over them.
+            node_memory_gb = psutil.virtual_memory().used / 2**30 / self.context.dims.dp
+            *totals, memory_gb = self.part_sums.sum([*means.values(), node_memory_gb])
             sums = dict(zip(means, totals, strict=True))
         seconds = time.perf_counter() - start_s
         num_made = int(columns["grad_norm"].isfinite().sum()) if of_batches else 0
@@ -329,8 +337,8 @@ def _columns_of(of_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
     return dict(zip(of_batches[0], numbers.unbind(dim=1), strict=True))
 
 
-def count_losses(masks: Iterable[Tensor], scale: float, device: str) -> list[LossCounts]:
-    """What the losses of each mini-batch are divided by, counted over all ranks."""
+def count_losses(masks: Iterable[Tensor], scale: float, part_sums: PartSums) -> list[LossCounts]:
+    """What the losses of each mini-batch are divided by, counted over all parts of the batch."""
     counts = [float(count) for mask in masks for count in (mask.sum(), mask.any(dim=1).sum())]
-    totals = list(map(int, sum_over_ranks(counts, device)))
+    totals = list(map(int, part_sums.sum(counts)))
     return [LossCounts(*counted, scale) for counted in zip(totals[::2], totals[1::2], strict=True)]

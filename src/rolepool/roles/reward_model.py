@@ -53,7 +53,7 @@ class RewardModel(ModelRole):
         of them."""
         if hasattr(model, "score"):  # the head of all decoders
             model.score.register_forward_hook(self._keep_logits)
-        self.placed = FrozenModel(model, device=self.device, offload=False)
+        self.placed = FrozenModel(model, device=self.device, dims=self.context.dims, offload=False)
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,

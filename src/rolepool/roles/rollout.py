@@ -13,7 +13,7 @@ from rolepool.config.functions import ENGINES, import_object
 from rolepool.config.model_keys import RolloutConfig
 from rolepool.errors import logger
 from rolepool.models.loading import load_policy
-from rolepool.models.sharding import whole
+from rolepool.models.ranks import whole
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.worker import part
@@ -99,11 +99,11 @@ class Rollout(ModelRole):
 
     def smaller(self, method: str) -> list[str]:
         section, own = self.spec.section, []
-        num_sequences = self.config.data.train_batch_size * self.keys.n // self.context.dp_size
+        num_sequences = self.config.data.train_batch_size * self.keys.n // self.context.dims.dp
         num_at_once = min(self.keys.max_num_seqs, num_sequences)
         if method == "generate_sequences" and num_at_once > 1:
             own.append(f"{section}.max_num_seqs={num_at_once // 2}")
-        num_parallel = 2 * self.keys.tensor_model_parallel_size
+        num_parallel = 2 * self.context.dims.tp
         if self.context.local_world_size % num_parallel == 0:
             own.append(f"{section}.tensor_model_parallel_size={num_parallel}")
         return own

@@ -51,7 +51,7 @@ def native_engine(
     if model is None:
         loaded: Any = load_model()
         refuse_unknown(loaded)
-        shard = Shard(loaded.config, context.tp_size, context.tp_rank)
+        shard = Shard(loaded.config, context.dims.tp, context.tp_rank)
         # Before the model moves, so that a GPU never holds more than its shard.
         shard.keep_own_part(loaded)
         model = loaded.requires_grad_(False).to(context.device)
@@ -71,7 +71,7 @@ def native_engine(
         shared_weights=shared_model is not None,
         cache_bytes=None if context.device == "cpu" else room_on_gpu,
         shard=shard,
-        parallel=TensorParallel.over_neighbours(context.tp_size),
+        parallel=TensorParallel.over_neighbours(context.dims.tp),
         enforce_eager=keys.enforce_eager,
     )
 

@@ -87,9 +87,9 @@ def vllm_engine(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = torch.tensor(free.getsockname()[1], device=context.device)
-        port = TensorParallel.over_neighbours(context.tp_size).first(port)
+        port = TensorParallel.over_neighbours(context.dims.tp).first(port)
     return VllmEngine(
-        keys.vllm_python, arguments, model, gpu, (context.tp_rank, context.tp_size, int(port))
+        keys.vllm_python, arguments, model, gpu, (context.tp_rank, context.dims.tp, int(port))
     )
 
 

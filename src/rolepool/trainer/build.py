@@ -25,7 +25,7 @@ from rolepool.data.rewards import RewardFunction, WeightedRewards
 from rolepool.errors import ConfigError
 from rolepool.metrics.spans import RULE_POOL
 from rolepool.models.loading import read_model_config
-from rolepool.placement import Plan, Role
+from rolepool.placement import ParallelDims, Plan, Role
 from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.roles import ROLE_SPECS
 from rolepool.protocol import CallFuture
@@ -86,16 +86,17 @@ def build_roles(
     proxies: dict[Role, RoleProxy] = {}
     for role, spec in ROLE_SPECS.items():
         if role in plan.roles:
-            tp_size = 1 if spec.tensor_parallel is None else config.at(spec.tensor_parallel)
+            dims = plan.dims_of(config, role)
             name, worker, group = str(role), spec.worker, cluster.groups[plan.roles[role]]
         elif spec.rule_worker is not None:
-            tp_size, name, worker = 1, spec.operations[0].name, spec.rule_worker
+            name, worker = spec.operations[0].name, spec.rule_worker
             group = cluster.groups.get(RULE_POOL) or cluster.add_helpers(RULE_POOL, num_helpers)
+            dims = ParallelDims.over(group.world_size)
         else:
             continue
         worker_class = import_object(f"worker of role {role}", worker)
         proxies[role] = group.roles.get(name) or group.add_role(
-            name, worker_class, config, setup, tensor_parallel=tp_size, blocking=False
+            name, worker_class, config, setup, dims=dims, blocking=False
         )
     for proxy in proxies.values():
         proxy.ready.get()
