@@ -57,7 +57,9 @@ def reward(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str.strip() == ground_truth)
 
 
-run = rp.train(config="demo", reward=reward, placement="split", **{"trainer.total_training_steps": 20})
+run = rp.train(
+    config="demo", reward=reward, placement="split", **{"trainer.total_training_steps": 20}
+)
 print(run.metrics())
 run.report()
 ```
