@@ -33,8 +33,8 @@ from rolepool.metrics.spans import (
     step_bounds,
     step_metrics,
 )
+from rolepool.report.page import render
 from rolepool.report.run import read_run
-from rolepool.report.views import render
 
 HAND_OVER_S = 0.002
 

@@ -196,7 +196,7 @@ class Run:
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write the report page and return its path; default: report.html in the run folder."""
-        from rolepool.report.views import render
+        from rolepool.report.page import render
 
         page = self.folder / "report.html" if path is None else Path(path)
         with only_reading(), explained(f"report {page}: cannot be written", "give another path"):

@@ -207,8 +207,9 @@ def _write_about_run(parser: Parser, arguments: list[str], name: str) -> None:
 
     from rolepool.config.functions import only_reading
     from rolepool.files import write_atomically
+    from rolepool.report.page import render
     from rolepool.report.run import read_run
-    from rolepool.report.views import render, trace_pieces
+    from rolepool.report.trace import trace_pieces
 
     with only_reading():
         run = read_run(options.run)

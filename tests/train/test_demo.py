@@ -25,7 +25,8 @@ from rolepool.errors import PlacementError
 from rolepool.metrics import Span
 from rolepool.metrics.run_folder import validation_score
 from rolepool.metrics.spans import Timeline, critical_path, lanes, step_bounds
-from rolepool.report.run import read_logs, read_run
+from rolepool.report.console_logs import read_logs
+from rolepool.report.run import read_run
 from rolepool.trainer.interrupt import SAME_SIGNAL_S
 from rolepool.trainer.loop import Observer, Trainer
 from rolepool.trainer.rows import NUM_TRAINING_SAMPLES

@@ -11,7 +11,7 @@ from rolepool.config import load_config
 from rolepool.metrics.spans import DRIVER, Part, Recorded, Span
 from rolepool.placement import build_plan
 from rolepool.placement.plan import PlannedSteps
-from rolepool.report.plots import in_step_order
+from rolepool.report.operations import in_step_order
 from rolepool.report.run import Run
 
 ACTOR, CRITIC = "actor_rollout_ref_pool", "critic_pool"

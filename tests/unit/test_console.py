@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rolepool.report.run import parse_log
+from rolepool.report.console_logs import parse_log
 from rolepool.trainer.console import TrainingConsole, short_line, validations_in_words
 from rolepool.trainer.rows import MAX_RECORDED_STEPS, question_of, records_responses
 

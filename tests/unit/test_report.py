@@ -18,8 +18,9 @@ from synthetic_runs import write_run
 from commands import Outcome
 from rolepool.metrics.spans import Part, Recorded
 from rolepool.report.curves import MAX_POINTS, MAX_SMALL_POINTS
+from rolepool.report.page import page_data, render
+from rolepool.report.page_timeline import MAX_SPANS
 from rolepool.report.run import Run
-from rolepool.report.views import MAX_SPANS, page_data, render
 
 HOSTILE = "</script><script>window.broken=1</script><!--<img src=x onerror=alert(1)>\u2028'\"&${x}`"
 
@@ -246,8 +247,8 @@ def test_of_a_long_run_whole_steps_are_left_out_and_curves_keep_their_extremes()
 def test_lanes_are_left_out_when_one_step_has_too_many_spans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rolepool.report.views.MAX_SPANS", 8)
-    monkeypatch.setattr("rolepool.report.views.MAX_LANES", 3)
+    monkeypatch.setattr("rolepool.report.page_timeline.MAX_SPANS", 8)
+    monkeypatch.setattr("rolepool.report.page_timeline.MAX_LANES", 3)
     windows = page_data(make_run(num_steps=2))["windows"]
     assert [(window["why"], len(window["starts"]), window["num_hidden"]) for window in windows] == [
         ("median", 1, 2)

@@ -20,8 +20,9 @@ from test_report import HOSTILE, make_hostile
 from web_driver import CONTRAST
 
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.report.run import metric_names, read_run
-from rolepool.report.views import page_data, render
+from rolepool.report.metrics_by_step import metric_names
+from rolepool.report.page import page_data, render
+from rolepool.report.run import read_run
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

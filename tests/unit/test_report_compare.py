@@ -41,8 +41,9 @@ from rolepool.report.comparison_page import (
     ticks,
     write_comparison,
 )
+from rolepool.report.console_logs import read_logs
+from rolepool.report.metrics_by_step import finite_values
 from rolepool.report.outside_load import outside_load
-from rolepool.report.run import finite_values, read_logs
 from rolepool.trainer.supervisor import wait_for
 
 

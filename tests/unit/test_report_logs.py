@@ -10,7 +10,8 @@ from synthetic_runs import write_run
 
 from rolepool.errors import ConfigError
 from rolepool.metrics.run_folder import console_line
-from rolepool.report.run import finite_values, parse_log, read_logs
+from rolepool.report.console_logs import parse_log, read_logs
+from rolepool.report.metrics_by_step import finite_values
 
 
 def parse(text: str) -> list[dict[int, dict[str, float]]]:

@@ -25,8 +25,10 @@ from rolepool.metrics.run_folder import RunFolder, State, last_step
 from rolepool.metrics.spans import step_bounds
 from rolepool.placement import Plan
 from rolepool.report.compare import compare, headline, read_runs
-from rolepool.report.run import Run, finite_values, parts_of, read_logs, read_run
-from rolepool.report.views import page_data, render
+from rolepool.report.console_logs import read_logs
+from rolepool.report.metrics_by_step import finite_values
+from rolepool.report.page import page_data, render
+from rolepool.report.run import Run, parts_of, read_run
 from rolepool.report.watch import WatchedRun
 from rolepool.terminal import Terminal
 from rolepool.trainer.paper import schedule_of

@@ -13,19 +13,17 @@ from matplotlib.artist import Artist
 from synthetic_runs import write_run
 
 from rolepool.placement.roles import OPERATIONS
+from rolepool.report.console_logs import read_logs
+from rolepool.report.metrics_by_step import REWARD
+from rolepool.report.operations import colors_for, in_step_order, mean_times
 from rolepool.report.plots import (
-    REWARD,
     _overview,
     _small_multiples,
-    colors_for,
     grouped_bars,
-    in_step_order,
-    mean_times,
     new_figure,
     plot_logs,
     style,
 )
-from rolepool.report.run import read_logs
 
 VERL_LOG = """\
 (TaskRunner pid=7) Training Progress:   0%|          | 0/2 [00:00<?, ?it/s]

@@ -14,8 +14,8 @@ from rolepool.errors import ConfigError
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.metrics.spans import Part, Recorded, Span
 from rolepool.placement import build_plan
+from rolepool.report.page import page_data
 from rolepool.report.run import read_run
-from rolepool.report.views import page_data
 
 PARTS = (Part("fetch", 0.5),)
 SPAN = Span(

@@ -12,9 +12,9 @@ from synthetic_runs import write_run
 
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.report import samples as limits
+from rolepool.report.page import render
 from rolepool.report.run import read_run
 from rolepool.report.samples import samples_of
-from rolepool.report.views import render
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from rolepool.metrics.spans import DRIVER, Part, Recorded, Span
 from rolepool.report.run import Run
-from rolepool.report.views import trace_pieces
+from rolepool.report.trace import trace_pieces
 
 AT_S = 1.7e9
 Event = dict[str, Any]

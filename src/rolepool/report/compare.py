@@ -23,17 +23,11 @@ from rolepool.config.schema import all_keys
 from rolepool.errors import ConfigError, Terminated, collected
 from rolepool.metrics.run_folder import validation_score
 from rolepool.placement.checks import plan_problems
-from rolepool.report import plots
+from rolepool.report.metrics_by_step import REWARD, THROUGHPUT, TIMING, finite_values, metric_names
+from rolepool.report.operations import timed_operations
 from rolepool.report.outside_load import outside_load
-from rolepool.report.run import (
-    TIMING,
-    Run,
-    distinct_names,
-    finite_values,
-    metric_names,
-    read_parts,
-    value_at,
-)
+from rolepool.report.run import Run, distinct_names, read_parts, value_at
+from rolepool.report.tables import TABLES
 from rolepool.units import duration
 
 NUM_RESAMPLES = 2000
@@ -114,7 +108,7 @@ def differences(runs: Mapping[str, Run]) -> list[Difference]:
     """The keys that differ between the runs, without those that only name a run; first those of the
     work."""
     configs = {name: run.config for name, run in runs.items() if run.config}
-    keys = dict.fromkeys([*plots.TABLES.work_keys, *all_keys()])
+    keys = dict.fromkeys([*TABLES.work_keys, *all_keys()])
     found = []
     for key in keys:
         values = {name: value_at(config, key) for name, config in configs.items()}
@@ -125,7 +119,7 @@ def differences(runs: Mapping[str, Run]) -> list[Difference]:
         texts = {name: show(value) for name, value in values.items()}
         if len(set(texts.values())) < 2:  # long values whose beginnings are equal
             texts = {name: str(value) for name, value in values.items()}
-        found.append(Difference(key, texts, key in plots.TABLES.work_keys))
+        found.append(Difference(key, texts, key in TABLES.work_keys))
     return found
 
 
@@ -278,8 +272,8 @@ def _step_measures(run: Run) -> dict[str, list[float]]:
         )
     steps = measured_steps(run)
     found = sorted(metric_names(steps))
-    names = [f"{TIMING}{name}" for name in ("step", *plots.timed_operations(steps))]
-    names += ["perf/throughput", *(name for name in found if name.startswith("overlap/"))]
+    names = [f"{TIMING}{name}" for name in ("step", *timed_operations(steps))]
+    names += [THROUGHPUT, *(name for name in found if name.startswith("overlap/"))]
     names += [name for name in found if name.endswith("/busy_fraction")]
     return {name: [*values.values()] for name in names if (values := finite_values(steps, name))}
 
@@ -287,7 +281,7 @@ def _step_measures(run: Run) -> dict[str, list[float]]:
 def _run_measures(run: Run) -> dict[str, float]:
     """Measures that a run has only once: peak memory, and reward and validation at its end."""
     measures: dict[str, float] = {}
-    if scores := [*finite_values(run.metrics, "critic/score/mean").values()]:
+    if scores := [*finite_values(run.metrics, REWARD).values()]:
         measures[LAST_REWARDS] = fmean(scores[-max(1, len(scores) // 10) :])
     for row in run.metrics.values():
         if (score := validation_score(row)) is not None:

@@ -13,9 +13,7 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader
 
 from rolepool.files import write_atomically
-from rolepool.metrics.run_folder import validation_score
 from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
-from rolepool.report import plots
 from rolepool.report.compare import (
     LAST_REWARDS,
     LAST_SCORE,
@@ -29,7 +27,15 @@ from rolepool.report.compare import (
     with_unit,
 )
 from rolepool.report.curves import binned
-from rolepool.report.run import TIMING, MetricsByStep, Run, finite_values
+from rolepool.report.metrics_by_step import (
+    REWARD,
+    TIMING,
+    MetricsByStep,
+    finite_values,
+    validation_scores,
+)
+from rolepool.report.operations import colors_for, in_step_order, mean_times
+from rolepool.report.run import Run
 from rolepool.units import duration
 
 MAX_POINTS = 200
@@ -69,10 +75,8 @@ class Chart(NamedTuple):
 def render_comparison(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
     """The page: the headline, the curves of rewards and scores, times, the keys that differ, and
     all measures."""
-    means = {name: plots.mean_times(measured_steps(run)) for name, run in runs.items()}
-    operations = plots.in_step_order(
-        {name for times in means.values() for name in times} - {"step"}
-    )
+    means = {name: mean_times(measured_steps(run)) for name, run in runs.items()}
+    operations = in_step_order({name for times in means.values() for name in times} - {"step"})
     groups = groupby(lines, key=lambda line: line.measure)
     return TEMPLATES.get_template("comparison.html").render(
         headline=headline(runs, lines),
@@ -90,7 +94,7 @@ def render_comparison(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
         max_dots=MAX_DOTS,
         steps=typical_steps(runs),
         means=means,
-        colors=plots.colors_for(operations),
+        colors=colors_for(operations),
         differences=differences(runs),
         measures={
             measure: [(line.run, cells_of(line)) for line in group] for measure, group in groups
@@ -146,7 +150,7 @@ def typical_steps(runs: Mapping[str, Run]) -> dict[str, tuple[int, float, dict[s
 
 def charts_of(runs: Mapping[str, Run]) -> Iterator[Chart]:
     """Rewards and validation scores of all runs, each by step and by time."""
-    for title, values_of in {"Reward": _rewards, "Validation score": _scores}.items():
+    for title, values_of in {"Reward": _rewards, "Validation score": validation_scores}.items():
         values = {name: values_of(run.metrics) for name, run in runs.items()}
         if not any(values.values()):
             continue
@@ -161,14 +165,7 @@ def charts_of(runs: Mapping[str, Run]) -> Iterator[Chart]:
 
 
 def _rewards(metrics: MetricsByStep) -> dict[int, float]:
-    return finite_values(metrics, plots.REWARD)
-
-
-def _scores(metrics: MetricsByStep) -> dict[int, float]:
-    scores = {step: validation_score(row) for step, row in metrics.items()}
-    return {
-        step: score for step, score in scores.items() if score is not None and math.isfinite(score)
-    }
+    return finite_values(metrics, REWARD)
 
 
 def _by_time(metrics: MetricsByStep, values: Mapping[int, float]) -> list[tuple[float, float]]:

@@ -5,11 +5,11 @@ Owns how many points and how many charts a page has. Does not know which metrics
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
-from rolepool.report.run import MetricsByStep, metric_names
+from rolepool.report.metrics_by_step import MetricsByStep, metric_names
 
 MAX_POINTS = 500
 """Points of a line in a large chart."""
@@ -17,60 +17,102 @@ MAX_SMALL_POINTS = 120
 """Points of a line in a small chart."""
 MAX_SMALL_CHARTS = 400
 
+Points = Sequence[tuple[float, float]]
 
-def binned(points: Sequence[tuple[float, float]], most: int) -> dict[str, list[float]]:
-    """At most this many bins: the mean x of each bin, and the mean, minimum and maximum y."""
+
+class Bins(TypedDict):
+    """The columns of a line, with one value for each bin."""
+
+    x: list[float]
+    mean: list[float]
+    min: list[float]
+    max: list[float]
+
+
+class Series(Bins):
+    """A line in a large chart."""
+
+    name: str
+
+
+class LargeChart(TypedDict):
+    """A chart with several lines, as the page's script reads it."""
+
+    title: str
+    x_label: str
+    series: list[Series]
+
+
+class SmallChart(TypedDict):
+    """A chart of one metric."""
+
+    name: str
+    x: int
+    """The place of its list of x in `SmallCharts.x`."""
+    last: float
+    """The value of the last step."""
+    mean: list[float]
+    min: NotRequired[list[float]]
+    """Missing if every bin holds one step; so is `max`."""
+    max: NotRequired[list[float]]
+
+
+class SmallCharts(TypedDict):
+    """All metrics of a run."""
+
+    x: list[list[float]]
+    """Metrics that were logged in the same steps share one list of x."""
+    charts: list[SmallChart]
+    constants: list[tuple[str, float]]
+    """Metrics that have the same value in all steps."""
+    num_hidden: int
+
+
+def binned(points: Points, max_bins: int) -> Bins:
+    """The points in at most this many bins: the mean x of each bin, and the mean, minimum and
+    maximum y."""
     x, y = np.asarray(points, dtype=float).T
-    starts = np.unique(np.linspace(0, len(x), min(len(x), most), endpoint=False).astype(int))
+    num_bins = min(len(x), max_bins)
+    # Several bins would begin at the same point if there were fewer points than bins.
+    starts = np.unique(np.linspace(0, len(x), num_bins, endpoint=False).astype(int))
     sizes = np.diff([*starts, len(x)])
-    columns = {
-        "x": np.add.reduceat(x, starts) / sizes,
-        "mean": np.add.reduceat(y, starts) / sizes,
-        "min": np.minimum.reduceat(y, starts),
-        "max": np.maximum.reduceat(y, starts),
+    return {
+        "x": (np.add.reduceat(x, starts) / sizes).tolist(),
+        "mean": (np.add.reduceat(y, starts) / sizes).tolist(),
+        "min": np.minimum.reduceat(y, starts).tolist(),
+        "max": np.maximum.reduceat(y, starts).tolist(),
     }
-    return {name: values.tolist() for name, values in columns.items()}
 
 
-def chart_of(
-    title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float]]]
-) -> dict[str, Any]:
+def chart_of(title: str, x_label: str, series: Mapping[str, Points]) -> LargeChart:
     """A large chart with several lines."""
-    lines = [{"name": name, **binned(points, MAX_POINTS)} for name, points in series.items()]
+    lines: list[Series] = []
+    for name, points in series.items():
+        bins = binned(points, MAX_POINTS)
+        lines.append({"name": name, **bins})
     return {"title": title, "x_label": x_label, "series": lines}
 
 
-def small_charts(metrics: MetricsByStep) -> dict[str, Any]:
+def small_charts(metrics: MetricsByStep) -> SmallCharts:
     """All metrics by name. Those that change have a small chart, the others only their value.
 
-    Metrics that were logged in the same steps share one list of x. Minimum and maximum are left out
-    if every bin holds one step. Metrics after the first `MAX_SMALL_CHARTS` that change are only
-    counted.
+    Metrics after the first `MAX_SMALL_CHARTS` that change are only counted.
     """
     all_x: list[list[float]] = []
-    charts: list[dict[str, Any]] = []
+    charts: list[SmallChart] = []
     constants: list[tuple[str, float]] = []
     num_hidden = 0
     for name in sorted(metric_names(metrics)):
         points = [(float(step), row[name]) for step, row in metrics.items() if name in row]
-        values = {
-            str(value) for _, value in points
-        }  # compared as text because NaN is not equal to itself
-        if len(values) == 1:
+        if _is_constant(points):
             constants.append((name, points[0][1]))
         elif len(charts) >= MAX_SMALL_CHARTS:
             num_hidden += 1
         else:
-            columns = binned(points, MAX_SMALL_POINTS)
-            x = columns.pop("x")
-            if x not in all_x:
-                all_x.append(x)
-            if len(points) <= MAX_SMALL_POINTS:
-                columns = {"mean": columns["mean"]}
-            short = {
-                column: [_rounded(value) for value in values] for column, values in columns.items()
-            }
-            charts.append({"name": name, "x": all_x.index(x), "last": points[-1][1], **short})
+            bins = binned(points, MAX_SMALL_POINTS)
+            if bins["x"] not in all_x:
+                all_x.append(bins["x"])
+            charts.append(_small_chart(name, points, bins, all_x.index(bins["x"])))
     return {
         "x": all_x,
         "charts": charts,
@@ -79,6 +121,25 @@ def small_charts(metrics: MetricsByStep) -> dict[str, Any]:
     }
 
 
-def _rounded(value: float) -> float:
+def _is_constant(points: Points) -> bool:
+    # Compared as text, because NaN is not equal to itself.
+    return len({str(value) for _, value in points}) == 1
+
+
+def _small_chart(name: str, points: Points, bins: Bins, place_of_x: int) -> SmallChart:
+    chart: SmallChart = {
+        "name": name,
+        "x": place_of_x,
+        "last": points[-1][1],
+        "mean": _rounded(bins["mean"]),
+    }
+    # A bin that holds one step has no other minimum and maximum than its mean.
+    if len(points) > MAX_SMALL_POINTS:
+        chart["min"] = _rounded(bins["min"])
+        chart["max"] = _rounded(bins["max"])
+    return chart
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
     """Four digits, which is more than a small chart can show."""
-    return float(f"{value:.4g}")
+    return [float(f"{value:.4g}") for value in values]

@@ -12,9 +12,9 @@ from rolepool.placement.plan import DRIVER
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, RoleSpec
 from rolepool.planner.predict import Prediction
 from rolepool.report.outside_load import outside_load
-from rolepool.report.plots import TABLES
 from rolepool.report.run import Run, value_at
 from rolepool.report.summary import Summary
+from rolepool.report.tables import TABLES
 from rolepool.units import duration
 
 IMBALANCE = 0.05

@@ -9,8 +9,9 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from rolepool.placement.plan import RULE_POOL
-from rolepool.report.plots import TABLES
-from rolepool.report.run import TIMING, Run
+from rolepool.report.metrics_by_step import TIMING
+from rolepool.report.run import Run
+from rolepool.report.tables import TABLES
 from rolepool.units import duration
 
 MAX_PERIODS = 10

@@ -81,8 +81,8 @@ def main(kind: str, *folders: str) -> int:
 
 def _page(kind: str, folders: Sequence[str]) -> str:
     if kind == "report":
+        from rolepool.report.page import render
         from rolepool.report.run import read_run
-        from rolepool.report.views import render
 
         return render(read_run(folders[0], REPORT_BYTES))
 

@@ -1,11 +1,7 @@
-"""How operations and figures look, and the plots of console logs and run folders, with their
-numbers as CSV. Also the tables of all reports: which metrics are shown and how, and the texts of
-findings.
+"""The plots of console logs and run folders, with their numbers as CSV.
 
-One colour for each operation, in every plot of a run and on every page, and one for each run in
-plots of several runs. The colours of operations and series are those of Okabe and Ito, which
-colour-blind readers can tell apart; the others are greys and tints. matplotlib and numpy are
-imported only when a figure is made; matplotlib's global state is not used.
+Owns the figures and their style. matplotlib and numpy are imported only when a figure is made;
+matplotlib's global state is not used.
 """
 
 from __future__ import annotations
@@ -16,14 +12,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import cycle
 from pathlib import Path
-from statistics import fmean
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from rolepool.config.base import Items, Section, read_table
 from rolepool.files import atomic_path
-from rolepool.placement.roles import OPERATIONS
-from rolepool.report.run import TIMING, MetricsByStep, finite_values, metric_names, read_logs
+from rolepool.report.console_logs import read_logs
+from rolepool.report.metrics_by_step import (
+    REWARD,
+    THROUGHPUT,
+    TIMING,
+    MetricsByStep,
+    finite_values,
+    metric_names,
+)
+from rolepool.report.operations import colors_for, in_step_order, mean_times
+from rolepool.report.tables import TABLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -32,53 +35,10 @@ if TYPE_CHECKING:
 PARTS_OF_GEN = ("generate_sequences", "reshard")
 """Timings in verl's logs that are part of the operation `gen`."""
 
-REWARD, THROUGHPUT = "critic/score/mean", "perf/throughput"
 LEGEND_WIDTH = 20
 """Letters of a line in a legend; longer names have several lines."""
-
-
-class Tables(Section):
-    """The content of `tables.yaml`."""
-
-    work_keys: Items[str]
-    """The keys that define the work of a step. Other keys, such as placement and micro-batches, may
-    differ."""
-    curves: dict[str, Items[str]]
-    """The charts of the report page: the title, and patterns of the metrics in it. `{unit}` is a
-    GPU or a CPU slot."""
-    figures: dict[str, dict[str, str]]
-    """The plots with a panel for each metric: patterns of the metrics, and their units."""
-    series_colors: Items[str]
-    """Colours of lines and bars that are no operations (runs, pools, GPUs), used in this order and
-    then repeated."""
-    findings: dict[str, str]
-    """The text of each kind of finding. Names that end with `_s` stand for seconds with their
-    unit."""
-
-
-TABLES = read_table(Path(__file__).with_name("tables.yaml"), Tables)
-
-
-def in_step_order(operations: Iterable[str]) -> list[str]:
-    """Known operations, or the metrics of their times, in the order of a step, which is also the
-    order of legends; then the others by name."""
-    order = {name: place for place, name in enumerate(OPERATIONS)}
-    return sorted(
-        operations, key=lambda name: (order.get(name.removeprefix(TIMING), len(order)), name)
-    )
-
-
-def colors_for(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each name: the operation's own colour, or the next of `series_colors`."""
-    others = cycle(TABLES.series_colors)
-    return {name: OPERATIONS[name].color if name in OPERATIONS else next(others) for name in names}
-
-
-def timed_operations(metrics: MetricsByStep) -> list[str]:
-    """The operations that have a time in some step, in the order of a step; without `step`
-    itself."""
-    names = [name.removeprefix(TIMING) for name in metric_names(metrics) if name.startswith(TIMING)]
-    return in_step_order(name for name in names if name != "step")
+MAX_DOTTED_STEPS = 40
+"""A line with fewer steps shows each of them as a dot."""
 
 
 def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]:
@@ -86,50 +46,60 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
     logs = read_logs(paths)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    keys = in_step_order({key for metrics in logs.values() for key in metric_names(metrics)})
-    means = {name: mean_times(metrics) for name, metrics in logs.items()}
+    metrics = in_step_order({name for rows in logs.values() for name in metric_names(rows)})
     written = [folder / "timing_metrics.csv"]
-    # One line for each step. A cell is empty if the step does not have that number.
+    _write_csv(written[0], logs, metrics)
+    with style():
+        for name, figure in _figures(logs, metrics).items():
+            if not figure.axes:  # no log has numbers for it
+                continue
+            path = folder / f"{name}.png"
+            with atomic_path(path) as temporary:
+                figure.savefig(temporary)
+            written.append(path)
+    return written
+
+
+def _figures(logs: Mapping[str, MetricsByStep], metrics: Sequence[str]) -> dict[str, Figure]:
+    """All figures by the names of their files; those without numbers have no panels."""
+    figures = {"overview": _overview(logs)}
+    for name, patterns in TABLES.figures.items():
+        units: dict[str, str] = {}
+        for pattern, unit in patterns.items():
+            units |= dict.fromkeys(fnmatch.filter(metrics, pattern), unit)
+        figures[name] = _small_multiples(logs, units)
+
+    means = {name: mean_times(rows) for name, rows in logs.items()}
+    if len(logs) > 1 and any(means.values()):
+        comparison = new_figure(3.6)
+        grouped_bars(comparison.subplots(), means)
+        figures["comparison"] = comparison
+    return figures
+
+
+# Numbers as CSV
+
+
+def _write_csv(path: Path, logs: Mapping[str, MetricsByStep], metrics: Sequence[str]) -> None:
+    """One line for each step. A cell is empty if the step does not have that number."""
     with (
-        atomic_path(written[0]) as temporary,
+        atomic_path(path) as temporary,
         temporary.open("w", encoding="utf-8", newline="") as file,
     ):
         writer = csv.writer(file)
-        writer.writerow(["run", "step", *map(csv_text, keys)])
-        for name, metrics in logs.items():
-            for step, row in metrics.items():
-                writer.writerow([csv_text(name), step, *(row.get(key, "") for key in keys)])
-    with style():
-        figures = {"overview": _overview(logs)}
-        for name, patterns in TABLES.figures.items():
-            units = {
-                key: unit
-                for pattern, unit in patterns.items()
-                for key in fnmatch.filter(keys, pattern)
-            }
-            figures[name] = _small_multiples(logs, units)
-        if any(means.values()) and len(logs) > 1:
-            figures["comparison"] = comparison = new_figure(3.6)
-            grouped_bars(comparison.subplots(), means)
-        for name, figure in figures.items():
-            if figure.axes:
-                written.append(folder / f"{name}.png")
-                with atomic_path(written[-1]) as temporary:
-                    figure.savefig(temporary)
-    return written
+        writer.writerow(["run", "step", *map(csv_text, metrics)])
+        for name, rows in logs.items():
+            for step, row in rows.items():
+                numbers = [row.get(metric, "") for metric in metrics]
+                writer.writerow([csv_text(name), step, *numbers])
 
 
 def csv_text(text: str) -> str:
     """A cell of text. A spreadsheet would take one that begins with one of these characters for a
     formula."""
-    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
-
-
-def mean_times(metrics: MetricsByStep) -> dict[str, float]:
-    """Mean seconds of each operation, and of the step, over the steps that have a time of it."""
-    names = ("step", *timed_operations(metrics))
-    times = {name: finite_values(metrics, f"{TIMING}{name}") for name in names}
-    return {name: fmean(values.values()) for name, values in times.items() if values}
+    if text.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return f"'{text}"
+    return text
 
 
 # All figures
@@ -148,9 +118,18 @@ def new_figure(height_in: float) -> Figure:
     return Figure(figsize=(9.0, height_in))
 
 
-def _operations(names: set[str]) -> list[str]:
+def _whole_operations(names: set[str]) -> list[str]:
     """Operations that are not part of another one, in the order of a step."""
     return [name for name in in_step_order(names) if name not in PARTS_OF_GEN and "/" not in name]
+
+
+def _logged(logs: Mapping[str, MetricsByStep], metrics: Iterable[str]) -> list[str]:
+    """The metrics for which some log has numbers."""
+
+    def is_logged(metric: str) -> bool:
+        return any(finite_values(rows, metric) for rows in logs.values())
+
+    return [metric for metric in metrics if is_logged(metric)]
 
 
 # Each figure
@@ -159,31 +138,27 @@ def _operations(names: set[str]) -> list[str]:
 def _overview(logs: Mapping[str, MetricsByStep]) -> Figure:
     """Reward, step time by operation (a panel for each log) and throughput; without panels if there
     are no numbers."""
-    timed = [log for log, metrics in logs.items() if mean_times(metrics)]
-    panels = [*_logged(logs, [REWARD]), *timed, *_logged(logs, [THROUGHPUT])]
+    means = {log: mean_times(rows) for log, rows in logs.items()}
+    timed_logs = [log for log, times in means.items() if times]
+    names = {name for times in means.values() for name in times}
+    operations = _whole_operations(names - {"step"})
+    units = {REWARD: "mean reward", THROUGHPUT: "tokens/s per GPU"}
+
+    panels = [*_logged(logs, [REWARD]), *timed_logs, *_logged(logs, [THROUGHPUT])]
     figure = new_figure(0.6 + 2.4 * len(panels))
-    operations = _operations(
-        {name for metrics in logs.values() for name in mean_times(metrics)} - {"step"}
-    )
     last_timed: Axes | None = None
     for place, panel in enumerate(panels, 1):
-        axes = figure.add_subplot(
-            len(panels), 1, place, sharey=last_timed if panel in timed else None
-        )
-        if panel in timed:
+        if panel in timed_logs:
+            # The same scale for all logs, so that their times can be compared.
+            axes = figure.add_subplot(len(panels), 1, place, sharey=last_timed)
             _stack(axes, panel, logs[panel], operations)
             last_timed = axes
         else:
-            _lines(
-                axes, logs, panel, {REWARD: "mean reward", THROUGHPUT: "tokens/s per GPU"}[panel]
-            )
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=panel in timed)
+            axes = figure.add_subplot(len(panels), 1, place)
+            _lines(axes, logs, panel, units[panel])
+        # Reversed, so that the legend of a stack has the order of the stack.
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=panel in timed_logs)
     return figure
-
-
-def _logged(logs: Mapping[str, MetricsByStep], keys: Iterable[str]) -> list[str]:
-    """The keys for which some log has numbers."""
-    return [key for key in keys if any(finite_values(metrics, key) for metrics in logs.values())]
 
 
 def _stack(axes: Axes, log: str, metrics: MetricsByStep, operations: Sequence[str]) -> None:
@@ -200,55 +175,72 @@ def _stack(axes: Axes, log: str, metrics: MetricsByStep, operations: Sequence[st
     # Every value holds from halfway to its neighbours; those at the ends are as wide as the others.
     steps = [min(rows) - 0.5, *rows, max(rows) + 0.5]
     times = np.pad(times, ((0, 0), (1, 1)), mode="edge")
-    stack = np.nan_to_num(times[:-1])
     axes.stackplot(
-        steps, stack, step="mid", colors=colors_for(operations).values(), labels=operations
+        steps,
+        np.nan_to_num(times[:-1]),
+        step="mid",
+        colors=colors_for(operations).values(),
+        labels=operations,
     )
-    axes.plot(steps, times[-1], drawstyle="steps-mid", color="black", linewidth=1.2, label="step")
-    label = "step (a stack above the line: operations overlapped, or ran outside the step)"
-    axes.set(title=fill(log, 80), xlabel=label, ylabel="time per step (s)")
+    axes.plot(
+        steps,
+        times[-1],
+        drawstyle="steps-mid",
+        color="black",
+        linewidth=1.2,
+        label="step",
+    )
+    axes.set(
+        title=fill(log, 80),
+        xlabel="step (a stack above the line: operations overlapped, or ran outside the step)",
+        ylabel="time per step (s)",
+    )
     axes.margins(x=0)
     axes.locator_params(axis="x", integer=True)
 
 
 def _lines(
-    axes: Axes, logs: Mapping[str, MetricsByStep], key: str, unit: str, title_width: int = 80
+    axes: Axes,
+    logs: Mapping[str, MetricsByStep],
+    metric: str,
+    unit: str,
+    title_width: int = 80,
 ) -> None:
     """A metric over steps, with a line for each log. The axis begins at zero, or below if there are
     negative values."""
-    for color, (log, metrics) in zip(cycle(TABLES.series_colors), logs.items(), strict=False):
-        found = finite_values(metrics, key)
-        label, marker = fill(log, LEGEND_WIDTH), "." if len(found) < 40 else ""
+    for color, (log, rows) in zip(cycle(TABLES.series_colors), logs.items(), strict=False):
+        values = finite_values(rows, metric)
         axes.plot(
-            list(found),
-            list(found.values()),
+            list(values),
+            list(values.values()),
             color=color,
             linewidth=1.4,
-            marker=marker,
-            label=label,
+            marker="." if len(values) < MAX_DOTTED_STEPS else "",
+            label=fill(log, LEGEND_WIDTH),
         )
-    title = fill(key.replace("/", "/ "), title_width).replace("/ ", "/")  # lines end after a slash
+    # `fill` breaks at spaces, so that lines of the title end after a slash.
+    title = fill(metric.replace("/", "/ "), title_width).replace("/ ", "/")
     low, high = axes.get_ylim()
-    axes.set(title=title, xlabel="step", ylabel=unit, ylim=(min(0, low), max(0, high * 1.05)))
+    axes.set(
+        title=title,
+        xlabel="step",
+        ylabel=unit,
+        ylim=(min(0, low), max(0, high * 1.05)),
+    )
     axes.grid(axis="y")
     axes.locator_params(axis="x", integer=True)
 
 
 def _small_multiples(logs: Mapping[str, MetricsByStep], units: Mapping[str, str]) -> Figure:
-    """A panel for each key that has numbers."""
-    keys = _logged(logs, units)
-    num_columns = max(1, min(3, len(keys)))
-    num_rows = -(-len(keys) // num_columns)
+    """A panel for each metric that has numbers."""
+    metrics = _logged(logs, units)
+    num_columns = max(1, min(3, len(metrics)))
+    num_rows = -(-len(metrics) // num_columns)
     figure = new_figure(0.6 + 1.9 * num_rows)
-    for place, key in enumerate(keys, 1):
-        _lines(
-            figure.add_subplot(num_rows, num_columns, place),
-            logs,
-            key,
-            units[key],
-            title_width=90 // num_columns,
-        )
-    if len(logs) > 1 and keys:
+    for place, metric in enumerate(metrics, 1):
+        axes = figure.add_subplot(num_rows, num_columns, place)
+        _lines(axes, logs, metric, units[metric], title_width=90 // num_columns)
+    if len(logs) > 1 and metrics:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(logs)))
     return figure
@@ -257,25 +249,35 @@ def _small_multiples(logs: Mapping[str, MetricsByStep], units: Mapping[str, str]
 def grouped_bars(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
     """Mean seconds by run and operation: a group of bars for each operation, with ratios to the
     first run. A run has the colour of its lines in other plots."""
-    operations = _operations({name for means in times.values() for name in means})
-    width = 0.84 / len(times)
+    operations = _whole_operations({name for means in times.values() for name in means})
+    num_runs = len(times)
+    width = 0.84 / num_runs
     first = next(iter(times.values()))
-    for index, (color, (run, means)) in enumerate(
-        zip(cycle(TABLES.series_colors), times.items(), strict=False)
-    ):
+    runs = zip(cycle(TABLES.series_colors), times.items(), strict=False)
+    for index, (color, (run, means)) in enumerate(runs):
         names = [name for name in operations if name in means]
-        places = [operations.index(name) + (index - (len(times) - 1) / 2) * width for name in names]
-        heights = [means[name] for name in names]
-        bars = axes.bar(places, heights, width * 0.94, color=color, label=fill(run, LEGEND_WIDTH))
+        offset = (index - (num_runs - 1) / 2) * width
+        bars = axes.bar(
+            [operations.index(name) + offset for name in names],
+            [means[name] for name in names],
+            width * 0.94,
+            color=color,
+            label=fill(run, LEGEND_WIDTH),
+        )
         if index:
-            ratios = [
-                f"×{means[name] / first[name]:.2f}" if first.get(name) else "" for name in names
-            ]
-            axes.bar_label(bars, ratios, fontsize=7, rotation=90 if len(times) > 2 else 0)
-    axes.set_xticks(
-        range(len(operations)), ["_\n".join(name.rsplit("_", 1)) for name in operations], fontsize=8
-    )
+            ratios = [_ratio_text(means[name], first.get(name)) for name in names]
+            axes.bar_label(bars, ratios, fontsize=7, rotation=90 if num_runs > 2 else 0)
+    # Names break after their last underscore, because two lines need less width.
+    labels = ["_\n".join(name.rsplit("_", 1)) for name in operations]
+    axes.set_xticks(range(len(operations)), labels, fontsize=8)
     axes.set_ylabel("mean time (s)")
     axes.margins(x=0.02, y=0.12)
     axes.grid(axis="y")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(times))
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=num_runs)
+
+
+def _ratio_text(seconds: float, first_s: float | None) -> str:
+    """How many times as long as in the first run; empty if that run has no time of it."""
+    if not first_s:
+        return ""
+    return f"×{seconds / first_s:.2f}"

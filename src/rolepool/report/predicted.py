@@ -27,8 +27,12 @@ from rolepool.planner.predict import Prediction, Predictor, ScheduleOf
 from rolepool.planner.profile import SYNC, Profile, Recording
 from rolepool.planner.search import places, search
 from rolepool.report.compare import overrides_of
-from rolepool.report.plots import TABLES, new_figure, style, timed_operations
-from rolepool.report.run import TIMING, Run, parts_of, read_logs, read_run
+from rolepool.report.console_logs import read_logs
+from rolepool.report.metrics_by_step import TIMING
+from rolepool.report.operations import timed_operations
+from rolepool.report.plots import new_figure, style
+from rolepool.report.run import Run, parts_of, read_run
+from rolepool.report.tables import TABLES
 
 Answer = tuple[dict[str, Prediction], list[str]]
 TABLE_WIDTH = 180

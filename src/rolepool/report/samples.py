@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from rolepool.metrics.run_folder import validation_score
 from rolepool.reading import open_regular
-from rolepool.report.plots import REWARD
+from rolepool.report.metrics_by_step import REWARD
 from rolepool.report.run import Run
 
 MAX_STEPS = 12

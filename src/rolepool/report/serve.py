@@ -30,18 +30,11 @@ from rolepool.metrics.run_folder import last_lines, validation_score
 from rolepool.metrics.spans import Recorded
 from rolepool.reading import open_regular
 from rolepool.report.comparison_page import TEMPLATES
+from rolepool.report.metrics_by_step import TIMING, finite_values
 from rolepool.report.page_process import LIMIT_S, REPORT_BYTES, make_page
-from rolepool.report.run import (
-    TIMING,
-    Run,
-    finite_values,
-    parts_of,
-    read_run,
-    read_span,
-    sampled_lines,
-    state_of,
-    value_at,
-)
+from rolepool.report.run import Run, parts_of, read_run, sampled_lines, value_at
+from rolepool.report.run_lines import read_span
+from rolepool.report.run_state import state_of
 from rolepool.units import duration
 
 READ_FILES = {

@@ -20,8 +20,10 @@ from rich.text import Text
 
 from rolepool.metrics.run_folder import State, sparkline
 from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
-from rolepool.report.plots import colors_for
-from rolepool.report.run import finite_values, parts_of, read_run, sampled_lines, state_of
+from rolepool.report.metrics_by_step import REWARD, finite_values
+from rolepool.report.operations import colors_for
+from rolepool.report.run import parts_of, read_run, sampled_lines
+from rolepool.report.run_state import state_of
 from rolepool.terminal import Terminal
 from rolepool.units import duration, show_bytes
 
@@ -85,7 +87,7 @@ class WatchedRun:
         words += [f"{name}: {count}" for name, count in self.run.event_counts.items()]
         words.append(state_of(self.run, is_silent=self.state is None))
         curve = "no reward yet"
-        if rewards := [*finite_values(self.run.metrics, "critic/score/mean").values()]:
+        if rewards := [*finite_values(self.run.metrics, REWARD).values()]:
             curve = f"reward {sparkline(rewards, width=50)} {rewards[0]:.3f} -> {rewards[-1]:.3f}"
         is_followed = self.state and fmean(last or [SHORT_S]) >= SHORT_S
         lanes = (

@@ -1,0 +1,220 @@
+"""A run as one page for the browser, which needs no other files and no network.
+
+Owns what is on the page and limits its size, so that every page opens at once: curves of long runs
+are binned, and the timeline shows a limited number of steps. The page itself is `template.html`; it
+reads one JSON object.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from rolepool.config.loading import show
+from rolepool.config.schema import all_keys
+from rolepool.metrics.sampling import Sample, pool_use
+from rolepool.metrics.spans import BETWEEN_STEPS, step_bounds
+from rolepool.planner.predict import Prediction
+from rolepool.report.compare import measured_steps
+from rolepool.report.curves import LargeChart, chart_of, small_charts
+from rolepool.report.findings import find
+from rolepool.report.metrics_by_step import (
+    REWARD,
+    TIMING,
+    MetricsByStep,
+    finite_values,
+    metric_names,
+    validation_scores,
+)
+from rolepool.report.operations import colors_for, in_step_order, mean_times, timed_operations
+from rolepool.report.page_timeline import windows
+from rolepool.report.predicted import other_placements
+from rolepool.report.run import Run, parts_of, value_at
+from rolepool.report.samples import samples_of
+from rolepool.report.summary import Summary, by_step, summarise
+from rolepool.report.tables import TABLES
+
+UTILIZATION = "Utilization (%), mean of the pool's ranks"
+MEMORY = "Memory (GiB), maximum of the pool's ranks"
+
+PageData = Mapping[str, object]
+"""The JSON object that the page reads."""
+
+
+def render(run: Run) -> str:
+    """The page. `<` is escaped in the data, so that no text in it can end the script element or
+    open a comment."""
+    template = Path(__file__).with_name("template.html").read_text(encoding="utf-8")
+    # The data is read back once: numbers are rounded to six digits, and NaN and infinity, which
+    # JSON cannot hold, become null.
+    data = json.loads(
+        json.dumps(page_data(run)),
+        parse_float=lambda text: float(f"{float(text):.6g}"),
+        parse_constant=lambda _: None,
+    )
+    text = json.dumps(data, separators=(",", ":"))
+    return template.replace("__DATA__", text.replace("<", "\\u003c"))
+
+
+def page_data(run: Run) -> PageData:
+    """Everything on the page. Curves over steps show the whole run; what is about pools, its last
+    placement only."""
+    last = parts_of(run)[-1]
+    # Read before the notes below, which count the lines that could not be read.
+    samples = samples_of(run)
+    return {
+        "name": run.name,
+        "skipped": run.notes,
+        "rewards": _first_and_last(finite_values(run.metrics, REWARD)),
+        "scores": _first_and_last(validation_scores(run.metrics)),
+        "samples": samples,
+        "metrics": small_charts(run.metrics),
+        "events": [event._asdict() for event in run.events],
+        "breakdown": _breakdown(run.metrics),
+        "curves": list(_curves(run.metrics, _unit(last))),
+        "unit": _unit(last),
+        "usage": _usage(last.monitor),
+        "config": _changed_config(run.config),
+        **_plan_data(run),
+        **_spans_data(run, last),
+    }
+
+
+def _plan_data(run: Run) -> PageData:
+    """The placements of a run, and the pools of the newest one."""
+    pools = run.plan.model_dump(mode="json")["pools"] if run.plan is not None else {}
+    placements = [_placement(part) for part in parts_of(run) if part.plans]
+    return {"plan": pools, "placements": placements}
+
+
+def _placement(part: Run) -> PageData:
+    """First step, pools and mean seconds of a step of a part of a run that has one plan."""
+    (planned,) = part.plans
+    step_s = mean_times(measured_steps(part)).get("step")
+    return {"first_step": planned.first_step, "pools": planned.plan.in_words, "step_s": step_s}
+
+
+def _spans_data(run: Run, last: Run) -> PageData:
+    """What the spans of the last placement tell: averages, findings, predictions, and the
+    timeline."""
+    grouped = by_step(last.spans)
+    bounds = step_bounds(last.spans)
+    summary = summarise(grouped, bounds)
+    predicted = other_placements(last)
+    timed = {*timed_operations(run.metrics)} - {*BETWEEN_STEPS}
+    operations = in_step_order({recorded.operation for recorded in run.spans} | timed)
+    return {
+        "operations": operations,
+        "colors": colors_for(operations),
+        "num_steps": len(bounds),
+        "findings": [finding._asdict() for finding in find(last, summary, predicted)],
+        "windows": windows(grouped, bounds, operations),
+        **_averages(summary),
+        **_predictions(predicted),
+    }
+
+
+def _averages(summary: Summary) -> PageData:
+    pools = {}
+    for pool, times_s in summary.pools_s.items():
+        pools[pool] = [(*kind_of_time, seconds) for kind_of_time, seconds in times_s.items()]
+    return {
+        "num_averaged": len(summary.steps),
+        "step_s": summary.step_s,
+        "num_ranks": summary.num_ranks,
+        "pools": pools,
+        "path": [(pool, operation, s) for (pool, operation), s in summary.path_s.items()],
+    }
+
+
+def _predictions(predicted: Sequence[Prediction]) -> PageData:
+    rows = []
+    notes: set[str] = set()
+    for prediction in predicted:
+        pools = prediction.plan.sizes_in_words
+        times_s = (prediction.step_s, prediction.low_s, prediction.high_s)
+        rows.append((pools, prediction.name, *times_s))
+        notes.update(prediction.notes)
+    return {"predicted": rows, "not_measured": sorted(notes)}
+
+
+def _unit(run: Run) -> str:
+    """What a rank works on, from the spans; from the plan if there are no spans."""
+    devices = {recorded.span.device for recorded in run.spans}
+    if not devices and run.plan is not None:
+        devices = {run.plan.device}
+    return "CPU slot" if devices == {"cpu"} else "GPU"
+
+
+def _changed_config(config: Mapping[str, object]) -> list[tuple[str, str, str]]:
+    """Key, value and default of each key that differs. `${...}` in a default stands for the value
+    of another key."""
+
+    def value_of(reference: re.Match[str]) -> str:
+        return show(value_at(config, reference[1]))
+
+    changed = []
+    for path, key in all_keys().items():
+        default = key.default
+        if isinstance(default, str):
+            default = re.sub(r"\$\{([^}]+)\}", value_of, default)
+        value = show(value_at(config, path))
+        if value != show(default):
+            changed.append((path, value, show(default)))
+    return changed
+
+
+# Curves over steps or time
+
+
+def _first_and_last(values: Mapping[int, float]) -> list[tuple[int, float]]:
+    """Step and value of the first and of the last point; one of them if they are the same; none if
+    there is none."""
+    points = list(values.items())
+    return points if len(points) < 2 else [points[0], points[-1]]
+
+
+def _curves(metrics: MetricsByStep, unit: str) -> Iterator[LargeChart]:
+    """The charts of `tables.yaml` for which the run has metrics."""
+    names = [name for name in metric_names(metrics) if not name.endswith("/std")]
+    for title, patterns in TABLES.curves.items():
+        series = {}
+        for pattern in patterns:
+            for name in names:
+                if fnmatchcase(name, pattern):
+                    series[name] = [
+                        (step, row[name]) for step, row in metrics.items() if name in row
+                    ]
+        if series:
+            yield chart_of(title.format(unit=unit), "step", series)
+
+
+def _breakdown(metrics: MetricsByStep) -> LargeChart:
+    """Seconds of the step, and of each operation in it. The step is shorter than their sum if
+    operations overlap. Validation and saving are not part of a step."""
+    steps = {step: row for step, row in metrics.items() if f"{TIMING}step" in row}
+    times = {}
+    if steps:
+        operations = [name for name in timed_operations(steps) if name not in BETWEEN_STEPS]
+        for name in ("step", *operations):
+            times[name] = [(step, row.get(f"{TIMING}{name}", 0.0)) for step, row in steps.items()]
+    return chart_of("Step time", "step", times)
+
+
+def _usage(monitor: Sequence[Sample]) -> list[LargeChart]:
+    """Utilization and memory of pools over time."""
+    utilization: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    memory: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for sample in monitor:
+        seconds = sample["time_s"] - monitor[0]["time_s"]
+        for pool, (percent, gib) in pool_use(sample).items():
+            utilization[pool].append((seconds, percent))
+            memory[pool].append((seconds, gib))
+    if not utilization:
+        return []
+    return [
+        chart_of(UTILIZATION, "seconds", utilization),
+        chart_of(MEMORY, "seconds", memory),
+    ]

@@ -1,0 +1,103 @@
+"""A run as a trace in Chrome's JSON format, for Perfetto.
+
+Owns the events of a trace. Knows spans, and no placement.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from rolepool.metrics.spans import Rank, Timeline
+from rolepool.report.run import Run
+
+Event = Mapping[str, object]
+Thread = Mapping[str, int]
+"""The numbers of a process and of a thread in it: a rank of a pool."""
+
+
+class Slice(NamedTuple):
+    """A span on its thread, in integer microseconds since the first span."""
+
+    thread: Thread
+    start_us: int
+    end_us: int
+
+
+def trace_pieces(run: Run) -> Iterator[str]:
+    """The text of a trace: a process for each pool, a thread for each rank, a slice for each span,
+    and an arrow from each result to the call that used it."""
+    yield '{"displayTimeUnit": "ms", "traceEvents": ['
+    for number, event in enumerate(_events(Timeline(run.spans))):
+        yield ",\n" if number else "\n"
+        yield json.dumps(event)
+    yield "\n]}\n"
+
+
+def _events(timeline: Timeline) -> Iterator[Event]:
+    """The events of a trace: first the names, then all slices, then all arrows."""
+    threads = _number_threads(timeline)
+    yield from _names(threads)
+
+    slices = [
+        Slice(
+            threads[span.pool, span.rank],
+            start_us=_microseconds(span.start_s, timeline),
+            end_us=_microseconds(span.end_s, timeline),
+        )
+        for _, _, span in timeline
+    ]
+    for (step, operation, span), (thread, start_us, end_us) in zip(timeline, slices, strict=True):
+        yield {
+            "ph": "X",
+            "name": operation,
+            "cat": span.role,
+            **thread,
+            "ts": start_us,
+            "dur": end_us - start_us,
+            "args": {"step": step, **span._asdict(), "parts": span.part_seconds},
+        }
+    for target in range(len(slices)):
+        for source in timeline.inputs_of(target):
+            yield from _arrow(source * len(timeline) + target, slices[source], slices[target])
+
+
+def _microseconds(time_s: float, timeline: Timeline) -> int:
+    return int((time_s - timeline[0].span.start_s) * 1e6)
+
+
+def _number_threads(timeline: Timeline) -> dict[Rank, Thread]:
+    pools = sorted({pool for pool, _ in timeline.of_rank})
+    processes = {pool: number for number, pool in enumerate(pools, start=1)}
+    # Perfetto treats a thread that has the number of its process as the main thread, so thread
+    # numbers start higher.
+    return {
+        (pool, rank): {"pid": processes[pool], "tid": number}
+        for number, (pool, rank) in enumerate(timeline.of_rank, start=len(pools) + 1)
+    }
+
+
+def _names(threads: Mapping[Rank, Thread]) -> Iterator[Event]:
+    """The names of processes and threads, and their order on the screen."""
+    processes = {pool: thread["pid"] for (pool, _), thread in threads.items()}
+    for pool, number in sorted(processes.items()):
+        yield _metadata("process_name", {"pid": number}, name=pool)
+        yield _metadata("process_sort_index", {"pid": number}, sort_index=number)
+    for (pool, rank), thread in threads.items():
+        yield _metadata("thread_name", thread, name=f"{pool} rank {rank}")
+        yield _metadata("thread_sort_index", thread, sort_index=rank)
+
+
+def _metadata(kind: str, place: Mapping[str, int], **args: str | int) -> Event:
+    return {"ph": "M", "name": kind, **place, "args": args}
+
+
+def _arrow(identity: int, source: Slice, target: Slice) -> Iterator[Event]:
+    """From the end of a slice to the start of one that used its result."""
+    arrives_us = target.start_us
+    if source.start_us > arrives_us:
+        return
+    # A slice does not contain its end, so an arrow leaves in its last microsecond at the latest.
+    leaves_us = max(min(source.end_us - 1, arrives_us), source.start_us)
+    arrow = {"name": "data", "cat": "data", "id": identity}
+    yield {"ph": "s", **arrow, **source.thread, "ts": leaves_us}
+    yield {"ph": "f", "bp": "e", **arrow, **target.thread, "ts": arrives_us}
