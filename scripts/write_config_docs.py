@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rolepool.config.loading import show
+from rolepool.config import show
 from rolepool.config.schema import Key, all_keys
 
 SHORTER = {

@@ -7,37 +7,23 @@ messages. Slow imports wait until a function needs them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rolepool.config import Config, LoadedConfig, loading
-from rolepool.config.base import lines_of
-from rolepool.config.fitting import num_gpus
+from rolepool.config import Config, LoadedConfig, loading, read_config
 from rolepool.config.functions import import_extensions, only_reading
 from rolepool.config.saved import load_saved
-from rolepool.config.schema import policy_loss_in_words
-from rolepool.config.stop_tokens import read_stop_tokens
 from rolepool.data.given import Data, DataFiles
 from rolepool.data.reward_functions import PYTHON_FUNCTION
-from rolepool.errors import ConfigError, PlacementError, RolepoolError, collected, explained, logger
+from rolepool.errors import ConfigError, PlacementError, collected, explained, logger
 from rolepool.files import write_atomically
-from rolepool.placement import Plan, build_plan
-from rolepool.placement.checks import (
-    Replan,
-    advise,
-    engines_of,
-    find_problems,
-    find_snapshot_warnings,
-    find_warnings,
-)
-from rolepool.placement.estimate import estimate_memory, snapshot_bytes
-from rolepool.placement.plan import Schedule, detect_gpu_memory, parse_inventory, parse_memory
+from rolepool.placement import build_plan
+from rolepool.placement.checks import find_warnings
+from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.render import PlanSummary as PlanSummary
+from rolepool.planning import Hardware, checked_for_plan, summarise, summary_of
 
 if TYPE_CHECKING:
     from rolepool.report.run import Run as ReadRun
@@ -81,8 +67,9 @@ def plan(
         inventory = ",".join(map(str, inventory))
     nodes = None if inventory is None else parse_inventory(inventory)
     memory_bytes = detect_gpu_memory() if gpu_memory is None else parse_memory(str(gpu_memory))
-    draft = loading.read_config([*_files(config, keys), _named(model, placement)])
-    summary = summarise(checked_for_plan(draft, nodes, memory_bytes), nodes, memory_bytes)
+    hardware = Hardware(nodes, memory_bytes)
+    draft = read_config([*_files(config, keys), _named(model, placement)])
+    summary = summarise(checked_for_plan(draft, hardware), hardware)
     PlacementError.raise_if_any(summary.problems)
     return summary
 
@@ -136,14 +123,15 @@ def train(
             _check_can_be_sent(function, name)
     elif reward is not None:
         sources.append({"custom_reward_function.path": reward})
-    with DataFiles(loading.read_config(sources).loaded.config) as files:
+    with DataFiles(read_config(sources).loaded.config) as files:
         keys_of_data: dict[str, Any] = {}
-        for split, one in {"train": data, "val": val_data}.items():
-            if one is not None:
-                keys_of_data[f"data.{split}_files"] = []
-                with collected(problems):
-                    keys_of_data[f"data.{split}_files"] = files.of(one, split)
-        draft = loading.read_config([*sources, keys_of_data])
+        for split, rows in {"train": data, "val": val_data}.items():
+            if rows is None:
+                continue
+            keys_of_data[f"data.{split}_files"] = []
+            with collected(problems):
+                keys_of_data[f"data.{split}_files"] = files.of(rows, split)
+        draft = read_config([*sources, keys_of_data])
         wrong_keys = [key for key, paths in keys_of_data.items() if not paths]
         loaded = checked(draft.with_problems(problems, wrong_keys), function)
         start(loaded, function, on_step, on_validation)
@@ -179,9 +167,17 @@ class Run:
             raise ConfigError(
                 f"run {self.folder}: has no readable plan.json; use rp.plan with the config of the run"
             )
+        newest = recorded[-1]
         with only_reading():
-            made, schedule = recorded[-1].plan, recorded[-1].schedule
-            return _summary_of(self.config, made, detect_gpu_memory(), build_plan, schedule)
+            config = self.config
+            return summary_of(
+                config,
+                newest.plan,
+                detect_gpu_memory(),
+                replan=build_plan,
+                warnings=list(find_warnings(config, newest.plan, on_cpus=False)),
+                schedule=newest.schedule,
+            )
 
     def metrics(self) -> Any:
         """The metrics of all steps: a pandas DataFrame with one row per step, or a list of dicts if
@@ -217,14 +213,9 @@ class Run:
         saved = load_saved(self.folder)
         if is_known(saved, words):  # otherwise only the run itself can check it
             with only_reading(*words):
-                made, loaded = moved(saved.config, words)
-                before = self._read().plan
-                check_move(
-                    loaded.config,
-                    made,
-                    None if made.device == "cpu" else detect_gpu_memory(),
-                    before,
-                )
+                plan, loaded = moved(saved.config, words)
+                gpu_memory_bytes = None if plan.device == "cpu" else detect_gpu_memory()
+                check_move(loaded.config, plan, gpu_memory_bytes, before=self._read().plan)
         return ask_run(self.folder, words, timeout_s, on_progress)
 
     def export(self, folder: str | Path, step: int | None = None, role: str = "actor") -> Path:
@@ -237,122 +228,6 @@ class Run:
         return Path(folder)
 
 
-_Inventory = tuple[int, ...] | None  # the number of GPUs on each node; None if the config says it
-
-
-def checked_for_plan(
-    draft: loading.Draft, inventory: _Inventory, gpu_memory_bytes: int | None
-) -> LoadedConfig:
-    """The config of a draft without problems. If it has some, ConfigError also has those of the
-    plan, and why training would not start."""
-    more: list[str] = []
-    if draft.problems:
-        counts = _plan_problems(draft.loaded, inventory, gpu_memory_bytes)
-        more = lines_of(counts, _why_not_started(draft.loaded, inventory, gpu_memory_bytes))
-    return draft.checked(*more)
-
-
-def summarise(
-    loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None
-) -> PlanSummary:
-    """Make the plan of a config on these nodes, and find out what is known about it."""
-    config = _fitted(loaded, inventory, gpu_memory_bytes)
-    replan = _replan(loaded, inventory)
-    refused = list(_why_not_started(loaded, inventory, gpu_memory_bytes))
-    try:
-        made = replan(config)
-    except PlacementError as error:
-        raise PlacementError([*error.problems, *refused]) from None
-    on_cpus = made.device == "cpu" and inventory is None  # cores are counted on this machine
-    summary = _summary_of(config, made, gpu_memory_bytes, replan)
-    warnings = [*refused, *loaded.warnings, *find_warnings(config, made, on_cpus=on_cpus)]
-    if _is_for_this_machine(config, inventory):
-        warnings += find_snapshot_warnings(summary.snapshot_bytes)
-    return replace(summary, warnings=warnings)
-
-
-def _fitted(loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None) -> Config:
-    """The config with the number of GPUs of the nodes that it is planned for, if the user did not
-    set one."""
-    config = loaded.config
-    if "trainer.n_gpus_per_node" in loaded.set_keys:
-        return config
-    if inventory is not None:
-        return config.with_value("trainer.n_gpus_per_node", max(inventory))
-    if config.trainer.device == "auto" and gpu_memory_bytes is None and not num_gpus():
-        # The plan is not for another machine, and the default is the number of CPU slots.
-        return config.with_value("trainer.device", "cpu")
-    return config
-
-
-def _replan(loaded: LoadedConfig, inventory: _Inventory) -> Replan:
-    """What makes plans on the whole inventory, or only on as many nodes and GPUs as the user has
-    set."""
-    take_all = inventory is not None and not loaded.set_keys & {
-        "trainer.nnodes",
-        "trainer.n_gpus_per_node",
-    }
-    return partial(build_plan, gpus_per_node=inventory, take_all=take_all)
-
-
-def _is_for_this_machine(config: Config, inventory: _Inventory) -> bool:
-    """Whether a plan is for this machine, or one that has no more GPUs."""
-    return inventory is None and (
-        config.trainer.device == "cpu" or config.trainer.n_gpus_per_node <= num_gpus()
-    )
-
-
-def _plan_problems(
-    loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None
-) -> Iterator[str]:
-    config = _fitted(loaded, inventory, gpu_memory_bytes)
-    yield from find_problems(config, _replan(loaded, inventory)(config))
-
-
-def _why_not_started(
-    loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None
-) -> Iterator[str]:
-    """Why the planned config cannot be trained: what is not implemented, and what this machine does
-    not have."""
-    for problem in loaded.why_not_trained():
-        yield f"training does not start: {problem}"
-    if _is_for_this_machine(_fitted(loaded, inventory, gpu_memory_bytes), inventory):
-        from rolepool.trainer.start_checks import named_files_problems
-
-        for problem in named_files_problems(loaded):
-            yield f"training does not start: {problem}"
-
-
-def _summary_of(
-    config: Config,
-    made: Plan,
-    gpu_memory_bytes: int | None,
-    replan: Replan,
-    schedule: Schedule | None = None,
-) -> PlanSummary:
-    """The summary of a plan. Without a schedule, the step is run on paper."""
-    from rolepool.trainer.paper import schedule_of
-
-    estimate = estimate_memory(config, made, None if made.device == "cpu" else gpu_memory_bytes)
-    overlaps = (schedule or schedule_of(config)).overlaps(made.roles)
-    advice = advise(config, made, estimate, gpu_memory_bytes, replan)
-    warnings = list(find_warnings(config, made, on_cpus=False))
-    problems, engines, needed = (
-        find_problems(config, made),
-        engines_of(config),
-        snapshot_bytes(config, made),
-    )
-    settings: dict[str, str] = {}
-    with suppress(RolepoolError):  # one of the problems
-        if stops := read_stop_tokens(config).in_words():
-            settings["stop tokens"] = stops
-    if config.actor_rollout_ref.actor.policy_loss.loss_mode != "vanilla":
-        settings["policy loss"] = policy_loss_in_words(config)
-    return PlanSummary(
-        made, overlaps, estimate, problems, warnings, advice, engines, needed, settings
-    )
-
-
 # From arguments to keys
 
 
@@ -361,39 +236,37 @@ def _files(
 ) -> list[loading.ConfigSource]:
     """All that a call names, for the loader, which reads it together: one source may set a key that
     another needs."""
-    sources = [config] if isinstance(config, str | Path | Mapping | LoadedConfig) else config
-    return [*map(_as_file, sources), keys]
+    if isinstance(config, str | Path | Mapping | LoadedConfig):
+        return [_as_file(config), keys]
+    return [*(_as_file(source) for source in config), keys]
 
 
 def _as_file(source: Source) -> loading.ConfigSource:
     """A source in a form that the loader of files reads: a name, or keys with values."""
     if isinstance(source, LoadedConfig):
-        import_extensions(
-            source.config.trainer.extensions
-        )  # in case that another process has loaded it
-        # Only the keys that were set, so that others still follow them
-        return loading.PlainValues(
-            {path: source.value_of(path) for path in sorted(source.set_keys)}
-        )
+        # They may have been loaded in another process.
+        import_extensions(source.config.trainer.extensions)
+        # Only the keys that were set, so that others still follow them.
+        return loading.PlainValues({key: source.value_of(key) for key in sorted(source.set_keys)})
     return source if isinstance(source, Mapping) else str(source)
 
 
 def _named(model: str | Path | None, placement: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    strategy = (
-        placement
-        if isinstance(placement, Mapping) or placement is None
-        else {"strategy": placement}
-    )
-    keys = {"actor_rollout_ref.model.path": model, "placement": strategy}
-    return {key: value for key, value in keys.items() if value is not None}
+    """The keys that the arguments of these names stand for."""
+    keys: dict[str, Any] = {}
+    if model is not None:
+        keys["actor_rollout_ref.model.path"] = model
+    if placement is not None:
+        is_section = isinstance(placement, Mapping)
+        keys["placement"] = placement if is_section else {"strategy": placement}
+    return keys
 
 
 def _check_can_be_sent(function: Callable[..., Any], name: str) -> None:
     """Raise ConfigError if a reward function cannot be sent to other processes."""
     import cloudpickle
 
+    what = f"reward={name}: cannot be sent to the reward workers"
     fix = "create what cannot be copied inside the function"
-    with explained(
-        f"reward={name}: cannot be sent to the reward workers", fix, Exception
-    ):  # it may raise anything
+    with explained(what, fix, Exception):  # an object of the user may raise anything
         cloudpickle.dumps(function)

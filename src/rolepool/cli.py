@@ -73,26 +73,30 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
     )
     options = parser.parse_intermixed_args(arguments)
 
-    from rolepool.api import checked_for_plan, summarise
     from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
+    from rolepool.planning import Hardware, checked_for_plan, summarise
 
     draft = read_words(options)
-    inventory = parse_inventory(options.inventory) if options.inventory is not None else None
+    inventory = None if options.inventory is None else parse_inventory(options.inventory)
     if options.live:
         from rolepool.cluster.cluster import live_inventory
 
         config = draft.checked().config
         inventory = live_inventory(config.ray_kwargs.ray_init.address, config.trainer.device)
-    gpu_memory = (
-        parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
-    )
-    loaded = checked_for_plan(draft, inventory, gpu_memory)
-    made = summarise(loaded, inventory, gpu_memory)
-    print(made.to_json() if options.json else made.to_terminal())
+    if options.gpu_memory is None:
+        gpu_memory_bytes = detect_gpu_memory()
+    else:
+        gpu_memory_bytes = parse_memory(options.gpu_memory)
+    hardware = Hardware(inventory, gpu_memory_bytes)
+    loaded = checked_for_plan(draft, hardware)
+    summary = summarise(loaded, hardware)
+    print(summary.to_json() if options.json else summary.to_terminal())
     print_errors(loaded.notes(), label="note: ")
-    print_errors(made.warnings, label="warning: ")
-    print_errors(made.problems)
-    return EXIT_USER_ERROR if made.problems or (options.strict and made.memory.excess) else None
+    print_errors(summary.warnings, label="warning: ")
+    print_errors(summary.problems)
+    if summary.problems or (options.strict and summary.memory.excess):
+        return EXIT_USER_ERROR
+    return None
 
 
 def config(parser: Parser, arguments: list[str]) -> None:

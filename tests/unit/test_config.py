@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rolepool.config import Config, LoadedConfig, load_config
-from rolepool.config.loading import show, unknown_key
+from rolepool.config import Config, LoadedConfig, load_config, show
 from rolepool.config.schema import all_keys
+from rolepool.config.unknown_keys import unknown_key
 from rolepool.errors import ConfigError, RolepoolError
 
 NOT_SAID = object()

@@ -210,7 +210,7 @@ def test_more_cpu_processes_than_cores_are_a_warning_of_plan(
 def test_plan_says_if_this_machine_has_too_little_shared_memory_for_snapshots(
     words: str, warns: bool, rolepool: Rolepool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rolepool.api.num_gpus", lambda: 2)
+    monkeypatch.setattr("rolepool.planning.num_gpus", lambda: 2)
     monkeypatch.setattr("rolepool.placement.checks.num_cores", lambda: 2)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=3 * 2**30))
     made = rolepool(

@@ -27,6 +27,7 @@ ORDER = [
     {"rollout"},
     {"roles"},
     {"trainer"},
+    {"planning"},
     {"api"},
     {"cli"},
 ]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import rolepool as rp
-from rolepool.config.loading import keys_meant_by, unknown_key
 from rolepool.config.other_names import TABLE, hint_for_key, hint_for_option
 from rolepool.config.schema import all_keys
+from rolepool.config.unknown_keys import keys_meant_by, unknown_key
 from rolepool.errors import ConfigError
 
 Rolepool = Callable[..., Any]

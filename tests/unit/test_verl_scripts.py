@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from rolepool.api import summarise
 from rolepool.command_line import Parser, load_words
 from rolepool.config import LoadedConfig, load_config
-from rolepool.config.loading import VERL_KEYS, renamed, unknown_key
+from rolepool.config.other_keys import VERL_KEYS, renamed
 from rolepool.config.schema import all_keys, all_sections
+from rolepool.config.unknown_keys import unknown_key
 from rolepool.errors import ConfigError
+from rolepool.planning import Hardware, summarise
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS: dict[str, list[str]] = json.loads((ROOT / "verl_scripts.json").read_text())
@@ -91,7 +92,7 @@ def test_a_script_can_be_planned_after_replacing_the_launcher(name: str) -> None
     assert {renamed(key_of(word)) for word in words} <= loaded.set_keys | said | {
         "data.apply_chat_template_kwargs.reasoning_effort"
     }
-    made = summarise(loaded, None, 80 * 2**30)
+    made = summarise(loaded, Hardware(None, 80 * 2**30))
     assert made.problems == []
     engine = loaded.config.actor_rollout_ref.rollout.name
     assert engine in ("vllm", "sglang", "trtllm")
@@ -292,7 +293,9 @@ def test_micro_batch_sizes_have_no_effect_with_a_token_limit() -> None:
         "critic.ppo_micro_batch_size_per_gpu=5": "critic.use_dynamic_bsz=true limits micro-batches by tokens"
     }
     assert loaded.without_effect == expected
-    assert summarise(loaded, (8,), 80 * 2**30).problems == []  # 5 does not divide anything
+    assert (
+        summarise(loaded, Hardware((8,), 80 * 2**30)).problems == []
+    )  # 5 does not divide anything
 
 
 def test_a_reference_may_name_a_key_without_effect(tmp_path: Path) -> None:
@@ -334,7 +337,7 @@ def test_another_engine_needs_a_fallback_to_train() -> None:
 
 def test_plan_says_where_training_will_not_start() -> None:
     loaded = load("trainer.test_freq=5", "actor_rollout_ref.model.lora_rank=8")
-    warnings = summarise(loaded, None, None).warnings
+    warnings = summarise(loaded, Hardware(None, None)).warnings
     for start in (
         "trainer.test_freq=5: there are no validation prompts",
         "actor_rollout_ref.model.lora_rank=8: not",

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rolepool.config.loading import UNPARSABLE, LoadedConfig, PlainValues, load_config
+from rolepool.config.loaded import LoadedConfig
+from rolepool.config.loading import PlainValues, load_config
+from rolepool.config.parsing import UNPARSABLE
 from rolepool.errors import ConfigError, one_line
 from rolepool.reading import MAX_YAML_BYTES, parse_yaml, read_small
 
@@ -62,7 +64,7 @@ def load_saved(folder: Path) -> LoadedConfig:
 
 
 def _unescaped(value: Any) -> Any:
-    """The opposite of `rolepool.config.loading.escaped`. Text that was not escaped stays as it
+    """The opposite of `rolepool.config.values.escaped`. Text that was not escaped stays as it
     is."""
     if isinstance(value, dict):
         return {str(name): _unescaped(item) for name, item in value.items()}

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from rolepool.config.loading import show
+from rolepool.config import show
 from rolepool.config.schema import all_keys
 from rolepool.metrics.sampling import Sample, pool_use
 from rolepool.metrics.spans import BETWEEN_STEPS, step_bounds

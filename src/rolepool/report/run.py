@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rolepool.config.loading import show
+from rolepool.config import show
 from rolepool.config.saved import saved_values
 from rolepool.errors import ConfigError, encodable, explained, one_line
 from rolepool.metrics.run_folder import event_lines, last_lines, newest_validation

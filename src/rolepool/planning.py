@@ -1,0 +1,149 @@
+"""A plan and everything that is known about it before a process starts.
+
+Owns which nodes a plan is made for, and that all reasons why it cannot be trained are reported
+together. The checks themselves are in `config`, `placement.checks` and `trainer.start_checks`.
+Imports neither torch nor Ray.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from rolepool.config import Config, Draft, LoadedConfig
+from rolepool.config.base import lines_of
+from rolepool.config.fitting import num_gpus
+from rolepool.config.schema import policy_loss_in_words
+from rolepool.config.stop_tokens import read_stop_tokens
+from rolepool.errors import PlacementError, RolepoolError
+from rolepool.placement import Plan, build_plan
+from rolepool.placement.checks import (
+    Replan,
+    advise,
+    engines_of,
+    find_problems,
+    find_snapshot_warnings,
+    find_warnings,
+)
+from rolepool.placement.estimate import estimate_memory, snapshot_bytes
+from rolepool.placement.plan import Schedule
+from rolepool.placement.render import PlanSummary
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The nodes that a plan is made for."""
+
+    inventory: tuple[int, ...] | None
+    """The number of GPUs on each node; None if the config says it."""
+    gpu_memory_bytes: int | None
+    """The memory of one GPU; None if there is none."""
+
+    def fitted(self, loaded: LoadedConfig) -> Config:
+        """The config with the number of GPUs of these nodes, if the user did not set one."""
+        config = loaded.config
+        if "trainer.n_gpus_per_node" in loaded.set_keys:
+            return config
+        if self.inventory is not None:
+            return config.with_value("trainer.n_gpus_per_node", max(self.inventory))
+        if config.trainer.device == "auto" and self.gpu_memory_bytes is None and not num_gpus():
+            # The plan is not for another machine, and the default is the number of CPU slots.
+            return config.with_value("trainer.device", "cpu")
+        return config
+
+    def replan(self, loaded: LoadedConfig) -> Replan:
+        """What makes plans on the whole inventory, or only on as many nodes and GPUs as the user
+        has set."""
+        sets_size = loaded.set_keys & {"trainer.nnodes", "trainer.n_gpus_per_node"}
+        take_all = self.inventory is not None and not sets_size
+        return partial(build_plan, gpus_per_node=self.inventory, take_all=take_all)
+
+    def is_this_machine(self, config: Config) -> bool:
+        """Whether a plan is for this machine, or for one that has no more GPUs."""
+        if self.inventory is not None:
+            return False
+        return config.trainer.device == "cpu" or config.trainer.n_gpus_per_node <= num_gpus()
+
+
+def checked_for_plan(draft: Draft, hardware: Hardware) -> LoadedConfig:
+    """The config of a draft without problems. If it has some, ConfigError also has those of the
+    plan, and why training would not start."""
+    if not draft.problems:
+        return draft.loaded
+    loaded = draft.loaded
+    return draft.checked(
+        *lines_of(_plan_problems(loaded, hardware), _why_not_started(loaded, hardware))
+    )
+
+
+def summarise(loaded: LoadedConfig, hardware: Hardware) -> PlanSummary:
+    """Make the plan of a config, and find out what is known about it."""
+    config = hardware.fitted(loaded)
+    replan = hardware.replan(loaded)
+    reasons = list(_why_not_started(loaded, hardware))
+    try:
+        plan = replan(config)
+    except PlacementError as error:
+        raise PlacementError([*error.problems, *reasons]) from None
+    on_cpus = plan.device == "cpu" and hardware.inventory is None  # cores of this machine count
+    warnings = [*reasons, *loaded.warnings, *find_warnings(config, plan, on_cpus=on_cpus)]
+    if hardware.is_this_machine(config):
+        warnings.extend(find_snapshot_warnings(snapshot_bytes(config, plan)))
+    return summary_of(config, plan, hardware.gpu_memory_bytes, replan, warnings)
+
+
+def summary_of(
+    config: Config,
+    plan: Plan,
+    gpu_memory_bytes: int | None,
+    replan: Replan,
+    warnings: Sequence[str],
+    schedule: Schedule | None = None,
+) -> PlanSummary:
+    """The summary of a plan. Without a schedule, the step is run on paper."""
+    from rolepool.trainer.paper import schedule_of
+
+    if schedule is None:
+        schedule = schedule_of(config)
+    memory = estimate_memory(config, plan, None if plan.device == "cpu" else gpu_memory_bytes)
+    return PlanSummary(
+        plan,
+        overlaps=schedule.overlaps(plan.roles),
+        memory=memory,
+        problems=find_problems(config, plan),
+        warnings=warnings,
+        advice=advise(config, plan, memory, gpu_memory_bytes, replan),
+        engines=engines_of(config),
+        snapshot_bytes=snapshot_bytes(config, plan),
+        settings=_settings_to_show(config),
+    )
+
+
+def _settings_to_show(config: Config) -> dict[str, str]:
+    """What is not written in the config as it is, but follows from it and from the model."""
+    settings: dict[str, str] = {}
+    with suppress(RolepoolError):  # one of the problems
+        stop_tokens = read_stop_tokens(config).in_words()
+        if stop_tokens:
+            settings["stop tokens"] = stop_tokens
+    if config.actor_rollout_ref.actor.policy_loss.loss_mode != "vanilla":
+        settings["policy loss"] = policy_loss_in_words(config)
+    return settings
+
+
+def _plan_problems(loaded: LoadedConfig, hardware: Hardware) -> Iterator[str]:
+    config = hardware.fitted(loaded)
+    plan = hardware.replan(loaded)(config)
+    yield from find_problems(config, plan)
+
+
+def _why_not_started(loaded: LoadedConfig, hardware: Hardware) -> Iterator[str]:
+    """Why the planned config cannot be trained: what is not implemented, and what this machine does
+    not have."""
+    for problem in loaded.why_not_trained():
+        yield f"training does not start: {problem}"
+    if hardware.is_this_machine(hardware.fitted(loaded)):
+        from rolepool.trainer.start_checks import named_files_problems
+
+        for problem in named_files_problems(loaded):
+            yield f"training does not start: {problem}"
