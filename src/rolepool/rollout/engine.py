@@ -53,6 +53,12 @@ class Request:
     """Requests with the same number are turns of one conversation. An engine may keep what it
     computed for one turn and use it for the next, as far as both begin with the same tokens."""
 
+    def num_new(self, sampling: Sampling) -> int:
+        """The largest number of tokens that it samples."""
+        if self.max_new_tokens is None:
+            return sampling.max_new_tokens
+        return self.max_new_tokens
+
 
 @dataclass(frozen=True, eq=False)
 class Completion:
@@ -74,7 +80,9 @@ class Completion:
 
 
 ABILITIES = {
-    "per_sample_seeds": "responses depend on the batch, so another placement or a resumed run gets other responses",
+    "per_sample_seeds": (
+        "responses depend on the batch, so another placement or a resumed run gets other responses"
+    ),
     "sleep": "the engine's memory stays allocated while other roles compute",
 }
 """What an engine may be able to do, and what is lost without it."""
@@ -132,7 +140,8 @@ class _BatchSession:
     """A session of an engine that can only generate batches."""
 
     def __init__(self, engine: Engine, sampling: Sampling) -> None:
-        self._engine, self._sampling = engine, sampling
+        self._engine = engine
+        self._sampling = sampling
         self._waiting: list[Request] = []
         self._first = 0
         """The number of the first request that waits."""
@@ -143,9 +152,12 @@ class _BatchSession:
         return range(start, start + len(requests))
 
     def step(self) -> list[tuple[int, Completion]]:
-        requests, first = self._waiting, self._first
-        self._waiting, self._first = [], first + len(requests)
-        return list(enumerate(self._engine.generate(requests, self._sampling), start=first))
+        requests = self._waiting
+        first = self._first
+        self._waiting = []
+        self._first += len(requests)
+        completions = self._engine.generate(requests, self._sampling)
+        return list(enumerate(completions, start=first))
 
 
 class StreamedEngine(Engine):

@@ -116,7 +116,7 @@ class Generation:
     def submit(self, requests: Sequence[Request]) -> Sequence[int]:
         self._check_requests(requests, self._sampling)
         longest = max(
-            len(request.token_ids) + num_new_tokens(request, self._sampling) for request in requests
+            len(request.token_ids) + request.num_new(self._sampling) for request in requests
         )
         if longest > self._schedule.length:
             raise DataError(
@@ -131,7 +131,7 @@ class Generation:
         numbers = range(first, first + len(requests))
         streams = seed_streams([request.seed for request in requests]).tolist()
         for number, request, stream in zip(numbers, requests, streams, strict=True):
-            num_new = num_new_tokens(request, sampling)
+            num_new = request.num_new(sampling)
             self._entries[number] = _Entry(request, num_new, stream)
         self._waiting.extend(numbers)
         self._num_submitted += len(requests)
@@ -297,13 +297,6 @@ class Generation:
             prompt_ids = np.asarray(request.token_ids, dtype=np.int64)
             token_ids = np.concatenate([prompt_ids, tokens[:-1]])
             self._conversations.keep(request.conversation, slot, token_ids)
-
-
-def num_new_tokens(request: Request, sampling: Sampling) -> int:
-    """The largest number of tokens that a request samples."""
-    if request.max_new_tokens is None:
-        return sampling.max_new_tokens
-    return request.max_new_tokens
 
 
 def _split_prompts(prefills: Sequence[_Prefill], max_num_tokens: int) -> Iterator[list[Piece]]:

@@ -19,7 +19,7 @@ from rolepool.placement.estimate import cache_room
 from rolepool.protocol.worker import WorkerContext, free_bytes
 from rolepool.rollout.decoder import Decoder, cache_shape, join_weights, refuse_unknown
 from rolepool.rollout.engine import Completion, Request, Sampling, StreamedEngine
-from rolepool.rollout.generation import Generation, Machinery, Schedule, num_new_tokens
+from rolepool.rollout.generation import Generation, Machinery, Schedule
 from rolepool.rollout.kv_cache import DecodeBatch, SlotCache
 from rolepool.rollout.step_graphs import StepGraphs
 from rolepool.rollout.tensor_parallel import Shard, TensorParallel
@@ -143,7 +143,7 @@ class NativeEngine(StreamedEngine):
         self._check_requests(requests, sampling)
         if not requests:
             return []
-        nums_new = [num_new_tokens(request, sampling) for request in requests]
+        nums_new = [request.num_new(sampling) for request in requests]
         nums_prompt = [len(request.token_ids) for request in requests]
         length = max(map(sum, zip(nums_prompt, nums_new, strict=True)))
         longest = replace(sampling, max_new_tokens=max(nums_new))
@@ -208,7 +208,7 @@ class NativeEngine(StreamedEngine):
         problems = []
         vocab_size = self._vocab_size
         for index, request in enumerate(requests):
-            num_new = num_new_tokens(request, sampling)
+            num_new = request.num_new(sampling)
             num_prompt = len(request.token_ids)
             if num_new < 1:
                 problems.append(f"request {index}: max_new_tokens={num_new}: must be 1 or more")

@@ -31,9 +31,8 @@ def transformers_engine(
     """The engine of one rank, with the weights of the shared model, or with a model of its own."""
     max_num_seqs = config.actor_rollout_ref.rollout.max_num_seqs
     if shared_model is None:
-        return TransformersEngine(
-            load_model().requires_grad_(False).to(context.device), max_num_seqs
-        )
+        own_model = load_model().requires_grad_(False).to(context.device)
+        return TransformersEngine(own_model, max_num_seqs)
     # Modules of its own with the same tensors, because the trainer's modules may only run packed
     # rows.
     tensors = chain(shared_model.parameters(), shared_model.buffers())
@@ -48,93 +47,101 @@ class TransformersEngine(StreamedEngine):
 
     def __init__(self, model: Any, max_num_seqs: int, shared_weights: bool = False) -> None:
         super().__init__(model.eval())
-        self.shared_weights, self.max_num_seqs = shared_weights, max_num_seqs
+        self.shared_weights = shared_weights
+        self.max_num_seqs = max_num_seqs
         self._accepted = inspect.signature(model.forward).parameters
+        """The arguments that the model knows."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         self.raise_if_not_ready()
+        # Prompts of similar lengths are computed together, because shorter ones are padded.
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].token_ids))
-        found: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         with torch.inference_mode():
             for start in range(0, len(order), self.max_num_seqs):
-                rows = order[start : start + self.max_num_seqs]
-                found.update(
-                    zip(rows, self._respond([requests[row] for row in rows], sampling), strict=True)
-                )
-        return [found[index] for index in range(len(requests))]
+                indices = order[start : start + self.max_num_seqs]
+                responses = self._respond([requests[index] for index in indices], sampling)
+                completions.update(zip(indices, responses, strict=True))
+        return [completions[index] for index in range(len(requests))]
 
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Complete requests as one batch."""
         device = next(self.model.parameters()).device
-        limits_b = torch.tensor(
-            [request.max_new_tokens or sampling.max_new_tokens for request in requests]
-        ).to(device)
+        stop_ids = () if sampling.ignore_eos else sampling.stop_token_ids
+        stops = torch.tensor(stop_ids, dtype=torch.int64, device=device)
+        limits_b = torch.tensor([request.num_new(sampling) for request in requests])
+        limits_b = limits_b.to(device)
         streams_b = seed_streams([request.seed for request in requests]).to(device)
-        stops = torch.tensor(
-            () if sampling.ignore_eos else sampling.stop_token_ids, dtype=torch.int64, device=device
-        )
-        tokens_bn = torch.zeros(
-            len(requests), int(limits_b.max()), dtype=torch.int64, device=device
-        )
-        log_probs_bn, num_new_b = (
-            torch.zeros_like(tokens_bn, dtype=torch.float32),
-            torch.zeros_like(limits_b),
-        )
-        inputs, rows = _left_padded(requests, device), torch.arange(len(requests), device=device)
-        cache, is_running = None, torch.ones_like(rows, dtype=torch.bool)
+        size_bn = (len(requests), int(limits_b.max()))
+        tokens_bn = torch.zeros(size_bn, dtype=torch.int64, device=device)
+        log_probs_bn = torch.zeros(size_bn, device=device)
+        num_new_b = torch.zeros_like(limits_b)
+
+        inputs = _left_padded(requests, device)
+        cache = None
+        # The rows of the results that the rows of the batch are. Some of them may have ended.
+        rows = torch.arange(len(requests), device=device)
+        is_running = torch.ones_like(rows, dtype=torch.bool)
         work = ("prefill", *work_of(len(request.token_ids) for request in requests))
         for step in range(tokens_bn.shape[1]):
             with part(*work):
                 logits_bv, cache = self._forward(inputs, cache)
-                token_b, log_prob_b = choose(
-                    logits_bv, streams_b[rows], torch.full_like(rows, step), sampling
-                )
+                steps_b = torch.full_like(rows, step)
+                token_b, log_prob_b = choose(logits_bv, streams_b[rows], steps_b, sampling)
             running = rows[is_running]
-            tokens_bn[running, step], log_probs_bn[running, step] = (
-                token_b[is_running],
-                log_prob_b[is_running],
-            )
+            tokens_bn[running, step] = token_b[is_running]
+            log_probs_bn[running, step] = log_prob_b[is_running]
             num_new_b[running] += 1
-            is_running = is_running & ~torch.isin(token_b, stops) & (limits_b[rows] > step + 1)
+
+            has_stopped = torch.isin(token_b, stops)
+            has_room = limits_b[rows] > step + 1
+            is_running = is_running & ~has_stopped & has_room
             num_running = int(is_running.sum())
-            if not num_running:
+            if num_running == 0:
                 break
             inputs = _next_inputs(inputs, token_b)
             work = ("decode", num_running, num_running * inputs["attention_mask"].shape[1])
-            if 2 * num_running <= len(rows) and all(
-                hasattr(layer, "batch_select_indices") for layer in cache.layers
-            ):
+            if 2 * num_running <= len(rows) and _can_drop_rows(cache):
                 cache.batch_select_indices(is_running)
                 inputs = {name: tensor[is_running] for name, tensor in inputs.items()}
-                rows, is_running = rows[is_running], is_running[is_running]
-        numbers = zip(
+                rows = rows[is_running]
+                is_running = is_running[is_running]
+        responses = zip(
             tokens_bn.cpu().numpy(), log_probs_bn.cpu().numpy(), num_new_b.tolist(), strict=True
         )
         return [
-            self.completion(tokens[:num], log_probs[:num], stops.tolist())
-            for tokens, log_probs, num in numbers
+            self.completion(tokens[:num_new], log_probs[:num_new], stop_ids)
+            for tokens, log_probs, num_new in responses
         ]
 
     def _forward(self, inputs: dict[str, Tensor], cache: Any) -> tuple[Tensor, Any]:
         """Logits of the last token of each row, and the cache. A model gets only the arguments that
         it knows."""
-        more = {"logits_to_keep": 1, **inputs}
-        known = {name: value for name, value in more.items() if name in self._accepted}
+        arguments = {"logits_to_keep": 1, **inputs}
+        known = {name: value for name, value in arguments.items() if name in self._accepted}
         outputs = self.model(past_key_values=cache, use_cache=True, **known)
         if outputs.get("past_key_values") is None:
             raise ConfigError(
-                f"actor_rollout_ref.rollout.name=transformers: {type(self.model).__name__} returns no key-value cache; "
-                "choose another model"
+                f"actor_rollout_ref.rollout.name=transformers: {type(self.model).__name__} returns "
+                "no key-value cache; choose another model"
             )
         return outputs.logits[:, -1], outputs.past_key_values
 
 
+def _can_drop_rows(cache: Any) -> bool:
+    """Whether rows that have ended can be removed from the cache. Not every kind of layer can."""
+    return all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
+
+
 def _left_padded(requests: Sequence[Request], device: torch.device) -> dict[str, Tensor]:
     """A model's inputs: all prompts, each padded on the left to the longest."""
-    lengths = torch.tensor([len(request.token_ids) for request in requests])
-    width = int(lengths.max())
-    mask_bt = torch.arange(width) >= width - lengths[:, None]
+    lengths_b = torch.tensor([len(request.token_ids) for request in requests])
+    longest = int(lengths_b.max())
+    num_padding_b1 = longest - lengths_b[:, None]
+    mask_bt = torch.arange(longest) >= num_padding_b1
     ids_bt = torch.zeros(mask_bt.shape, dtype=torch.int64)
-    ids_bt[mask_bt] = torch.tensor([token for request in requests for token in request.token_ids])
+    all_ids = chain.from_iterable(request.token_ids for request in requests)
+    ids_bt[mask_bt] = torch.tensor(list(all_ids))
     positions_bt = (mask_bt.cumsum(dim=1) - 1).clamp(min=0)
     inputs = {"input_ids": ids_bt, "attention_mask": mask_bt.long(), "position_ids": positions_bt}
     return {name: tensor.to(device) for name, tensor in inputs.items()}
