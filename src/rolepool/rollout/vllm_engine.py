@@ -32,7 +32,7 @@ from rolepool.rollout.engine import ABILITIES, Completion, Request, Sampling, St
 from rolepool.rollout.tensor_parallel import TensorParallel
 
 _SCRIPT = Path(__file__).with_name("vllm_process.py")
-_OF_OUR_RANKS = (
+_MISLEADING_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -42,12 +42,15 @@ _OF_OUR_RANKS = (
     "PYTHONPATH",
 )
 """Variables of this process that would mislead vLLM."""
-_DEFAULTS = {
+_DEFAULT_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-_FIXED = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
+"""Variables that vLLM gets unless this process has them."""
+_FIXED_ARGUMENTS = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
+"""Arguments that rolepool relies on: tokens only, and log-probs after temperature, top-k and
+top-p."""
 _STEPS_AT_ONCE = 8
 """Decode steps after which waiting requests join."""
 _SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -61,11 +64,9 @@ def vllm_engine(
 ) -> "VllmEngine":
     """The engine of one rank. vLLM loads the model, too. If ranks share one copy of the weights,
     each has a vLLM with a part of them, and all make the same calls."""
-    keys, model_keys, on_cpu = (
-        config.actor_rollout_ref.rollout,
-        config.actor_rollout_ref.model,
-        context.device == "cpu",
-    )
+    keys = config.actor_rollout_ref.rollout
+    model_keys = config.actor_rollout_ref.model
+    on_cpu = context.device == "cpu"
     length = config.data.max_prompt_length + config.data.max_response_length
     arguments = {
         "model": str(Path(str(model_keys.path)).expanduser()),
@@ -80,17 +81,29 @@ def vllm_engine(
         "enable_sleep_mode": not on_cpu,
     }
     arguments |= keys.engine_kwargs.vllm
-    model, gpu = load_model(), None if on_cpu else context.device
-    if on_cpu and any(".experts." in name for name, _ in model.named_parameters()):
+    model = load_model()
+    has_experts = any(".experts." in name for name, _ in model.named_parameters())
+    if on_cpu and has_experts:
         problem = "vLLM cannot take new weights of a model with experts on a CPU"
         raise ConfigError(f"actor_rollout_ref.rollout.name=vllm: {problem}; use transformers")
+    port = _shared_port(context)
+    return VllmEngine(
+        keys.vllm_python,
+        arguments,
+        model,
+        gpu=None if on_cpu else context.device,
+        group=(context.tp_rank, context.dims.tp, port),
+    )
+
+
+def _shared_port(context: WorkerContext) -> int:
+    """A free port of this node, the same on all ranks of a tensor-parallel group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = torch.tensor(free.getsockname()[1], device=context.device)
-        port = TensorParallel.over_neighbours(context.dims.tp).first(port)
-    return VllmEngine(
-        keys.vllm_python, arguments, model, gpu, (context.tp_rank, context.dims.tp, int(port))
-    )
+        # The socket stays open until all ranks know the port, so that two groups of a node do not
+        # get the same one.
+        return int(TensorParallel.over_neighbours(context.dims.tp).first(port))
 
 
 class VllmEngine(StreamedEngine):
@@ -111,31 +124,40 @@ class VllmEngine(StreamedEngine):
         group: tuple[int, int, int] = (0, 1, 0),
     ) -> None:
         super().__init__(model if gpu is None else model.to("meta"))
-        self._gpu, self.numbers = gpu, count()
-        self.abilities = set(ABILITIES) - (
-            set() if arguments.get("enable_sleep_mode") else {"sleep"}
-        )
+        self._gpu = gpu
+        self.numbers = count()
+        """The numbers of requests, of all sessions."""
+        self.abilities = set(ABILITIES)
+        if not arguments.get("enable_sleep_mode"):
+            self.abilities.remove("sleep")
         ours, theirs = socket.socketpair()
         environment = {
-            name: value for name, value in os.environ.items() if name not in _OF_OUR_RANKS
+            name: value for name, value in os.environ.items() if name not in _MISLEADING_VARIABLES
         }
         self._process = subprocess.Popen(
             [str(Path(python).expanduser()), "-P", str(_SCRIPT), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env={**_DEFAULTS, **environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            env={
+                **_DEFAULT_VARIABLES,
+                **environment,
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            },
         )
         theirs.close()
         self._connection: Any = Connection(ours.detach())
         self.close = weakref.finalize(self, _end, self._connection, self._process)
-        transfer = {} if gpu is None else {"weight_transfer_config": {"backend": "ipc"}}
-        self.ask("start", {**arguments, **_FIXED, **transfer}, *group)
+        transfer = {}
+        if gpu is not None:
+            transfer = {"weight_transfer_config": {"backend": "ipc"}}
+        self.ask("start", {**arguments, **_FIXED_ARGUMENTS, **transfer}, *group)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         with self.session(sampling) as session:
-            numbers, found = session.submit(requests), dict[int, Completion]()
+            numbers = session.submit(requests)
+            completions: dict[int, Completion] = {}
             while session.running:
-                found.update(session.step())
-        return [found[number] for number in numbers]
+                completions.update(session.step())
+        return [completions[number] for number in numbers]
 
     @contextmanager
     def session(
@@ -160,23 +182,28 @@ class VllmEngine(StreamedEngine):
         super().update_weights(named_tensors, version)
 
     def have_arrived(self) -> None:
-        weights = file_weights(self.model)
         if self._gpu is None:
-            with tempfile.NamedTemporaryFile(
-                dir=_SHARED_MEMORY, prefix="rolepool_weights_"
-            ) as file:
-                save_file(weights, file.name)
-                self.ask("update", file.name)
-            return
-        uuid = str(torch.cuda.get_device_properties(self._gpu).uuid)
-        torch.cuda.synchronize()
-        self.ask(
-            "update_by_handles", {name: _shared(weight, uuid) for name, weight in weights.items()}
-        )
-        del weights
-        self.model.to("meta")
-        torch.cuda.ipc_collect()
-        torch.cuda.empty_cache()  # vLLM needs the memory now
+            self._send_file()
+        else:
+            self._send_handles(self._gpu)
+            self.model.to("meta")
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()  # vLLM needs the memory now
+
+    def _send_file(self) -> None:
+        """Pass weights on as a file in shared memory."""
+        weights = file_weights(self.model)
+        with tempfile.NamedTemporaryFile(dir=_SHARED_MEMORY, prefix="rolepool_weights_") as file:
+            save_file(weights, file.name)
+            self.ask("update", file.name)
+
+    def _send_handles(self, gpu: str) -> None:
+        """Pass weights on as handles of the GPU memory in which they are."""
+        weights = file_weights(self.model)
+        uuid = str(torch.cuda.get_device_properties(gpu).uuid)
+        torch.cuda.synchronize()  # vLLM reads the memory, and does not wait for our copies
+        handles = {name: _handle_of(weight, uuid) for name, weight in weights.items()}
+        self.ask("update_by_handles", handles)
 
     def sleep(self) -> None:
         super().sleep()
@@ -207,28 +234,27 @@ class _Session:
     """Requests to vLLM with one way to choose tokens."""
 
     def __init__(self, engine: VllmEngine, sampling: Sampling) -> None:
-        self._engine, self._limit = engine, sampling.max_new_tokens
+        self._engine = engine
+        self._sampling = sampling
         self._stops = [] if sampling.ignore_eos else list(sampling.stop_token_ids)
-        self._how: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": self._stops}
+        self._settings: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": self._stops}
         if not sampling.is_greedy:
-            self._how |= {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-            }
+            self._settings["temperature"] = sampling.temperature
+            self._settings["top_p"] = sampling.top_p
+            self._settings["top_k"] = sampling.top_k
         self.running: set[int] = set()
         """The numbers of requests that have not ended."""
 
     def submit(self, requests: Sequence[Request]) -> Sequence[int]:
-        numbers, added = list(islice(self._engine.numbers, len(requests))), []
+        numbers = list(islice(self._engine.numbers, len(requests)))
+        messages = []
         for number, request in zip(numbers, requests, strict=True):
-            settings = {
-                **self._how,
-                "seed": request.seed,
-                "max_tokens": request.max_new_tokens or self._limit,
-            }
-            added.append((number, list(map(int, request.token_ids)), settings))
-        self._engine.ask("submit", added)
+            max_tokens = request.num_new(self._sampling)
+            settings = {**self._settings, "seed": request.seed, "max_tokens": max_tokens}
+            # Python's own numbers, because the other environment may have another numpy.
+            token_ids = [int(token) for token in request.token_ids]
+            messages.append((number, token_ids, settings))
+        self._engine.ask("submit", messages)
         self.running.update(numbers)
         return numbers
 
@@ -236,8 +262,8 @@ class _Session:
         ended = self._engine.ask("run", _STEPS_AT_ONCE)
         self.running.difference_update(number for number, _, _ in ended)
         return [
-            (number, self._engine.completion(tokens, scores, self._stops))
-            for number, tokens, scores in ended
+            (number, self._engine.completion(tokens, log_probs, self._stops))
+            for number, tokens, log_probs in ended
         ]
 
 
@@ -249,14 +275,12 @@ def file_weights(model: Any) -> dict[str, Tensor]:
     return {name: weight.contiguous() for name, weight in converted.items()}
 
 
-def _shared(weight: Tensor, uuid: str) -> tuple[str, list[int], dict[str, Any]]:
+def _handle_of(weight: Tensor, uuid: str) -> tuple[str, list[int], dict[str, Any]]:
     """What vLLM's interface for CUDA IPC is told about a tensor: dtype, shape, and the handle of
     its memory by GPU."""
-    return (
-        str(weight.dtype).removeprefix("torch."),
-        list(weight.shape),
-        {uuid: reduce_tensor(weight)[1]},
-    )
+    dtype = str(weight.dtype).removeprefix("torch.")
+    _, handle = reduce_tensor(weight)
+    return dtype, list(weight.shape), {uuid: handle}
 
 
 def _end(connection: Any, process: "subprocess.Popen[bytes]") -> None:

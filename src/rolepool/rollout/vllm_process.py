@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
-from vllm import LLM, SamplingParams  # type: ignore[import-not-found]  # is in the other environment
-from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
-from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # type: ignore[import-not-found]
+from vllm import LLM, SamplingParams  # is in the other environment
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 
 class Server:
@@ -27,7 +27,7 @@ class Server:
     def start(self, arguments: dict[str, Any], rank: int, size: int, port: int) -> None:
         """The first call. The others need what it makes."""
 
-        class OneOfGroup(ExecutorWithExternalLauncher):  # type: ignore[misc]  # its base is in the other environment
+        class OneOfGroup(ExecutorWithExternalLauncher):  # type: ignore[misc]  # mypy cannot see the base
             """Runs one rank. All ranks of the group get the same calls."""
 
             def _distributed_args(self) -> tuple[str, int, int]:
@@ -37,40 +37,41 @@ class Server:
         self._llm = LLM(
             **arguments, tensor_parallel_size=size, distributed_executor_backend=executor
         )
+        # All ranks have opened this shared memory, and nobody could remove it after a kill.
         for memory in Path("/dev/shm").glob(f"{port}-*-cpushm_*"):
-            memory.unlink(
-                missing_ok=True
-            )  # all ranks have opened it, and nobody could remove it after a kill
-        self._engine, self._asleep = self._llm.llm_engine, set[str]()
+            memory.unlink(missing_ok=True)
+        self._engine = self._llm.llm_engine
+        self._asleep: set[str] = set()
+        """What sleeps: weights, kv_cache."""
         if "weight_transfer_config" in arguments:
             self._llm.init_weight_transfer_engine({"init_info": {}})
 
     def submit(self, requests: Sequence[tuple[int, list[int], dict[str, Any]]]) -> None:
         """Add requests: the number of each, its prompt and its settings."""
         for number, prompt, settings in requests:
-            ends = {"ignore_eos": True, "output_kind": RequestOutputKind.FINAL_ONLY}
-            params = SamplingParams(logprobs=0, detokenize=False, **ends, **settings)
+            params = SamplingParams(
+                logprobs=0,
+                detokenize=False,
+                ignore_eos=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                **settings,
+            )
             self._engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
 
     def run(self, num_steps: int) -> list[tuple[int, list[int], list[float]]]:
         """Decode so many times. Returns number, tokens and log-probs of the requests that have
         ended."""
-        answers = []
+        ended = []
         while num_steps > 0 and self._engine.has_unfinished_requests():
             num_steps -= 1
-            for (
-                output
-            ) in self._engine.step():  # FINAL_ONLY: there is none before a request has ended
-                tokens = list(output.outputs[0].token_ids)
-                pairs = zip(tokens, output.outputs[0].logprobs, strict=True)
-                answers.append(
-                    (
-                        int(output.request_id),
-                        tokens,
-                        [entry[token].logprob for token, entry in pairs],
-                    )
-                )
-        return answers
+            # Because of FINAL_ONLY there is no output before a request has ended.
+            for output in self._engine.step():
+                sample = output.outputs[0]
+                tokens = list(sample.token_ids)
+                entries = zip(tokens, sample.logprobs, strict=True)
+                log_probs = [entry[token].logprob for token, entry in entries]
+                ended.append((int(output.request_id), tokens, log_probs))
+        return ended
 
     def abort(self, numbers: Sequence[int]) -> None:
         self._engine.abort_request([str(number) for number in numbers])
@@ -113,9 +114,8 @@ class Server:
 def _reload(worker: Any, file: str) -> None:
     worker.model_runner.reload_weights(weights_iterator=iter(load_file(file).items()))
     head = getattr(worker.model_runner.get_model(), "lm_head", None)
-    if (
-        head is not None
-    ):  # on a CPU it has a packed copy of its weight, which vLLM 0.32 keeps if the weight is tied
+    if head is not None:
+        # On a CPU it has a packed copy of its weight, which vLLM 0.32 keeps if the weight is tied.
         head.quant_method.process_weights_after_loading(head)
 
 
