@@ -33,7 +33,8 @@ from rolepool.data.demo import make_demo
 from rolepool.data.prompts import load_tokenizer
 from rolepool.data.tools import ToolProcess
 from rolepool.rollout import NativeEngine, Sampling
-from rolepool.rollout.environments import Conversations, Generate, Trajectory
+from rolepool.rollout.conversations import Conversations
+from rolepool.rollout.environments import Generate, Trajectory
 
 PROMPT_TOKENS, TURN_TOKENS, ADDED_TOKENS = 32, 32, 4
 MODELS = {

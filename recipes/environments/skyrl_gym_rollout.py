@@ -14,7 +14,8 @@ import skyrl_gym
 from rolepool.data.prompts import render_chat, tokenize
 from rolepool.data.tools import Outcome
 from rolepool.errors import DataError
-from rolepool.rollout.environments import Generate, RolloutFunction, Row, Trajectory, added_tokens
+from rolepool.rollout.environments import Generate, PromptRow, RolloutFunction, Trajectory
+from rolepool.rollout.tool_loop import added_tokens
 
 
 def rollout_of(environment: str, **arguments: Any) -> RolloutFunction:
@@ -22,13 +23,13 @@ def rollout_of(environment: str, **arguments: Any) -> RolloutFunction:
     arguments."""
     skyrl_gym.spec(environment)  # raises an error if there is none
 
-    async def rollout_with(row: Row, generate: Generate) -> Trajectory:
+    async def rollout_with(row: PromptRow, generate: Generate) -> Trajectory:
         return await _converse(environment, arguments, row, generate)
 
     return rollout_with
 
 
-async def rollout(row: Row, generate: Generate) -> Trajectory:
+async def rollout(row: PromptRow, generate: Generate) -> Trajectory:
     """The rollout function for rows that name their environment in the column `env_class`, as files of SkyRL do."""
     name = row["extra_info"].get("env_class")
     if name is None:
@@ -38,7 +39,7 @@ async def rollout(row: Row, generate: Generate) -> Trajectory:
 
 
 async def _converse(
-    name: str, arguments: dict[str, Any], row: Row, generate: Generate
+    name: str, arguments: dict[str, Any], row: PromptRow, generate: Generate
 ) -> Trajectory:
     """Alternate turns of the model and steps of the environment, until the environment or a limit ends it. An error of
     the environment ends it, too, and gives the turn no reward."""
@@ -74,7 +75,7 @@ async def _converse(
     return trajectory
 
 
-def _extras(row: Row, generate: Generate) -> dict[str, Any]:
+def _extras(row: PromptRow, generate: Generate) -> dict[str, Any]:
     """The columns of a row, as environments of skyrl-gym read them. They name the answer in different ways."""
     others, limit = row["extra_info"], generate.turns.max_assistant_turns
     columns = {name: row[name] for name in ("data_source", "reward_model", "extra_info")}

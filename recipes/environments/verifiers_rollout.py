@@ -19,7 +19,8 @@ from aiohttp import web
 from renderers import DefaultRenderer, DefaultRendererConfig, RenderedTokens
 
 from rolepool.errors import ConfigError, DataError, RolepoolError
-from rolepool.rollout.environments import Generate, RolloutFunction, Row, Trajectory, added_tokens
+from rolepool.rollout.environments import Generate, PromptRow, RolloutFunction, Trajectory
+from rolepool.rollout.tool_loop import added_tokens
 
 HOST, MODEL = "127.0.0.1", "rolepool"
 
@@ -108,7 +109,7 @@ class _Host:
     def tasks(self) -> list[Any]:
         return list(self.environment.taskset)
 
-    async def converse(self, row: Row, generate: Generate) -> Trajectory:
+    async def converse(self, row: PromptRow, generate: Generate) -> Trajectory:
         """Run the task of a row."""
 
         def opened(trace: Any) -> None:

@@ -27,9 +27,10 @@ from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.model_role import Setup
 from rolepool.roles.reward_model import RuleReward
 from rolepool.roles.rollout import Rollout
-from rolepool.rollout import environments
+from rolepool.rollout.conversation_queue import ConversationQueue
 from rolepool.rollout.engine import Completion, Engine, Request, Sampling
-from rolepool.rollout.environments import Generate, Trajectory, added_tokens, parse_hermes
+from rolepool.rollout.environments import Generate, Trajectory
+from rolepool.rollout.tool_loop import added_tokens, parse_hermes
 
 HERE = "actor_rollout_ref.rollout"
 NUM_ROWS = 12
@@ -44,14 +45,14 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Completion]]:
     """What the engine samples, by the number of the conversation."""
     found: dict[int, list[Completion]] = {}
-    generate = environments._Queue.generate
+    generate = ConversationQueue.generate
 
     async def noted(self: Any, request: Request) -> Completion:
         completion = await generate(self, request)
         found.setdefault(request.conversation or 0, []).append(completion)
         return completion
 
-    monkeypatch.setattr(environments._Queue, "generate", noted)
+    monkeypatch.setattr(ConversationQueue, "generate", noted)
     return found
 
 
@@ -367,13 +368,13 @@ MESSAGES: list[str] = []
 def test_what_goes_wrong_in_a_tool_becomes_a_message_and_is_counted(
     demo: Demo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from rolepool.rollout import environments
+    from rolepool.rollout import tool_loop
 
     def noted(tokenizer: Any, messages: list[dict[str, Any]], *more: Any) -> list[int]:
         MESSAGES.extend(message["content"] for message in messages)
         return added_tokens(tokenizer, messages, *more)
 
-    monkeypatch.setattr(environments, "added_tokens", noted)
+    monkeypatch.setattr(tool_loop, "added_tokens", noted)
     keys = [
         "environment.timeout_s=0.5",
         "environment.memory_gb=0.5",

@@ -19,14 +19,10 @@ from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.worker import part
 from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import ModelRole, Setup
+from rolepool.roles.rollout_columns import columns_of, rows_of, token_columns
+from rolepool.rollout.conversations import conversations_of
 from rolepool.rollout.engine import ABILITIES, Engine, Request, Sampling
-from rolepool.rollout.environments import (
-    ROW_COLUMNS,
-    columns_of,
-    conversations_of,
-    rows_of,
-    token_columns,
-)
+from rolepool.rollout.environments import ROW_COLUMNS
 from rolepool.rollout.sampling import sample_seed
 
 Purpose = Literal["train", "validate", "baseline"]

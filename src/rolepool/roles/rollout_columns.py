@@ -1,0 +1,94 @@
+"""Between the columns of a batch and what environments and engines use: rows of prompts,
+trajectories and completions."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rolepool.protocol import DataProto, ragged
+from rolepool.protocol.columns import (
+    ENVIRONMENT_SCORE,
+    INPUT_IDS,
+    NUM_PROMPT_TOKENS,
+    RESPONSE_MASK,
+    TURN_SCORES,
+)
+from rolepool.rollout.environments import ROW_COLUMNS, PromptRow, Trajectory
+
+TokenIds = Sequence[int] | npt.NDArray[np.int64]
+
+
+def rows_of(prompts: DataProto) -> list[PromptRow]:
+    """The rows of a batch of prompts, as a rollout function gets them."""
+    columns = [prompts.non_tensor_batch[column] for column in ROW_COLUMNS.values()]
+    rows: list[PromptRow] = []
+    for values in zip(*columns, strict=True):
+        row = dict(zip(ROW_COLUMNS, values, strict=True))
+        row["ground_truth"] = row["reward_model"].get("ground_truth")
+        rows.append(row)
+    return rows
+
+
+def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """Trajectories as columns of a batch: tokens, which of them were sampled, scores and counts."""
+    tokens = [each.token_ids[: each.num_kept] for each in trajectories]
+    log_probs = [np.array(each.log_probs[: each.num_kept], np.float32) for each in trajectories]
+    columns = token_columns(
+        prompts=[each.prompt_ids for each in trajectories],
+        responses=tokens,
+        log_probs=log_probs,
+        versions=[each.weights_version for each in trajectories],
+    )
+    num_response = columns["num_response_tokens"]
+    # Tokens that were not sampled have NaN as log-prob.
+    all_log_probs = torch.from_numpy(np.concatenate(log_probs))
+    columns["rollout_log_probs"] = ragged(all_log_probs.nan_to_num(), num_response)
+    columns[RESPONSE_MASK] = ragged(~all_log_probs.isnan(), num_response)
+    scores = torch.cat([_score_of_each_token(each) for each in trajectories])
+    columns[TURN_SCORES] = ragged(scores, num_response)
+    columns[ENVIRONMENT_SCORE] = torch.tensor([_score_of(each) for each in trajectories])
+    for count in ("num_turns", "num_tool_calls", "num_tool_errors"):
+        columns[count] = torch.tensor([getattr(each, count) for each in trajectories])
+    return columns
+
+
+def _score_of_each_token(trajectory: Trajectory) -> torch.Tensor:
+    """The score of each turn at its last token, and 0 elsewhere."""
+    scores = torch.zeros(trajectory.num_kept)
+    last_tokens = torch.tensor(trajectory.turn_ends, dtype=torch.int64) - 1
+    scores[last_tokens] = torch.tensor(trajectory.turn_scores())
+    return scores
+
+
+def _score_of(trajectory: Trajectory) -> float:
+    """The sum of all turns; NaN if the environment gave none."""
+    if trajectory.reward is None:
+        return math.nan
+    return sum(trajectory.turn_scores())
+
+
+def token_columns(
+    prompts: Sequence[TokenIds],
+    responses: Sequence[TokenIds],
+    log_probs: Sequence[npt.NDArray[np.float32]],
+    versions: Sequence[int],
+) -> dict[str, torch.Tensor]:
+    """Prompt and response of each row as one ragged column, the number of tokens of each, and what
+    the engine said."""
+    num_prompt = torch.tensor([len(prompt) for prompt in prompts])
+    num_response = torch.tensor([len(response) for response in responses])
+    pieces = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        pieces.append(np.asarray(prompt, dtype=np.int64))
+        pieces.append(np.asarray(response, dtype=np.int64))
+    input_ids = torch.from_numpy(np.concatenate(pieces))
+    return {
+        INPUT_IDS: ragged(input_ids, num_prompt + num_response),
+        NUM_PROMPT_TOKENS: num_prompt,
+        "num_response_tokens": num_response,
+        "rollout_log_probs": ragged(torch.from_numpy(np.concatenate(log_probs)), num_response),
+        "weights_version": torch.tensor(versions),
+    }

@@ -1,0 +1,109 @@
+"""Running the conversations of a batch at the same time over one engine."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rolepool.config import Config
+from rolepool.config.functions import import_environment
+from rolepool.config.model_keys import MultiTurnConfig
+from rolepool.data.prompts import load_tokenizer
+from rolepool.data.tools import ToolProcess, template_options
+from rolepool.errors import DataError, RolepoolError, logger, one_line
+from rolepool.rollout.conversation_queue import ConversationQueue
+from rolepool.rollout.engine import Engine, Sampling, Session
+from rolepool.rollout.environments import Generate, PromptRow, RolloutFunction, Trajectory
+from rolepool.rollout.tool_loop import ToolLoop
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Runs an environment for the rows of a batch."""
+
+    rollout: RolloutFunction
+    tokenizer: PreTrainedTokenizerBase
+    processes: Sequence[ToolProcess]
+    limits: tuple[int, int]
+    """The largest numbers of tokens of a prompt and of everything after it."""
+    turns: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(
+        self, engine: Engine, sampling: Sampling, rows: Sequence[PromptRow], seeds: Sequence[int]
+    ) -> list[Trajectory]:
+        """The trajectory of each row, which has this seed. It does not depend on the order in which
+        tools answer."""
+        max_prompt, max_response = self.limits
+        longest = replace(sampling, max_new_tokens=max_response)
+        with engine.session(longest, len(rows), max_prompt + max_response) as session:
+            return asyncio.run(self._run(session, rows, seeds, sampling.stop_token_ids))
+
+    async def _run(
+        self,
+        session: Session,
+        rows: Sequence[PromptRow],
+        seeds: Sequence[int],
+        stop_token_ids: Sequence[int],
+    ) -> list[Trajectory]:
+        queue = ConversationQueue(session, self.processes)
+        tasks = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
+                    generate = Generate(
+                        queue,
+                        self.tokenizer,
+                        conversation=number,
+                        seed=seed,
+                        max_response_length=self.limits[1],
+                        turns=self.turns,
+                        template_options=self.template_options,
+                        stop_token_ids=stop_token_ids,
+                    )
+                    tasks.append(group.create_task(self._converse(row, generate)))
+                group.create_task(queue.serve(tasks))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        if queue.errors:
+            logger.warning(
+                "%d calls of tools failed; the first: %s", len(queue.errors), queue.errors[0]
+            )
+        return [task.result() for task in tasks]
+
+    async def _converse(self, row: PromptRow, generate: Generate) -> Trajectory:
+        """The trajectory of a row, checked."""
+        try:
+            trajectory = await self.rollout(row, generate)
+            num_prompt = len(trajectory.prompt_ids)
+            trajectory.turn_scores()  # raises an error if the reward does not fit the turns
+        except RolepoolError:
+            raise
+        except Exception as error:
+            problem = f"the environment failed with {type(error).__name__}: {one_line(error)}"
+            raise RolepoolError(f"{problem}, for {row['origin']}") from error
+        if num_prompt > self.limits[0]:
+            problem = f"the environment's prompt has {num_prompt} tokens, for {row['origin']}"
+            raise DataError(f"data.max_prompt_length={self.limits[0]}: {problem}; raise it")
+        return trajectory
+
+
+def conversations_of(config: Config) -> Conversations | None:
+    """What runs the environment that the config names; None if it names none."""
+    environment = import_environment(config.environment.path, config.environment.name)
+    if environment is None:
+        return None
+    rollout = environment
+    if isinstance(environment, type):
+        rollout = ToolLoop(environment, config)
+    keys = config.environment
+    return Conversations(
+        rollout,
+        load_tokenizer(config.actor_rollout_ref.model),
+        processes=[ToolProcess(keys) for _ in range(keys.num_processes)],
+        limits=(config.data.max_prompt_length, config.data.max_response_length),
+        turns=config.actor_rollout_ref.rollout.multi_turn,
+        template_options=template_options(config),
+    )

@@ -1,0 +1,195 @@
+"""Environments that are classes with tools: the model calls methods of a class until it answers
+without a call.
+
+Owns what the model reads of a tool's answer. Templates only add tokens after what the model
+sampled. Does not know how tools run (`data.tools`), nor how an engine generates.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rolepool.config import Config
+from rolepool.config.functions import import_object
+from rolepool.data import tools
+from rolepool.data.prompts import render_chat, tokenize
+from rolepool.data.tools import Outcome
+from rolepool.errors import DataError, one_line
+from rolepool.rollout.conversation_queue import ConversationQueue
+from rolepool.rollout.environments import Generate, PromptRow, Trajectory
+
+ToolCalls = Iterable[tuple[str, dict[str, Any]]]
+"""The names and arguments of tool calls."""
+
+
+def parse_hermes(text: str) -> ToolCalls:
+    """The calls that a text contains as `<tool_call>{"name": ..., "arguments":
+    {...}}</tool_call>`."""
+    texts = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
+    calls = [json.loads(text_of_call) for text_of_call in texts]
+    return [(call["name"], dict(call.get("arguments", {}))) for call in calls]
+
+
+class ToolLoop:
+    """The rollout of a class of the user: the model calls its methods until it answers without a
+    call."""
+
+    def __init__(self, environment: type, config: Config) -> None:
+        self._class = environment
+        self._tools = tools.tools_of(environment)
+        name = config.actor_rollout_ref.rollout.multi_turn.format
+        self._parse: Callable[[str], ToolCalls] = parse_hermes
+        if name != "hermes":
+            self._parse = import_object("actor_rollout_ref.rollout.multi_turn.format", name)
+        get_reward = getattr(environment, tools.GET_REWARD, None)
+        self._reward_arguments: list[str] | None = None
+        """The argument of `get_reward`, if it has one. It gets the text of the last turn. None if
+        the class has no `get_reward`."""
+        if get_reward is not None:
+            self._reward_arguments = list(inspect.signature(get_reward).parameters)[1:]
+
+    async def __call__(self, row: PromptRow, generate: Generate) -> Trajectory:
+        trajectory = Trajectory(list(row["prompt_ids"]))
+        instance = _Instance(self._class, generate.queue)
+        outcome = await instance.call(tools.RESET, _reset_arguments(row))
+        is_ready = outcome.error is None
+        if isinstance(outcome.value, str):
+            trajectory.prompt_ids = _prompt_with(row, outcome.value, generate)
+
+        last_text = await self._converse(row, trajectory, generate, instance if is_ready else None)
+
+        if self._reward_arguments is not None:
+            if is_ready:
+                arguments = dict.fromkeys(self._reward_arguments, last_text)
+                outcome = await instance.call(tools.GET_REWARD, arguments)
+            trajectory.reward = outcome.value if outcome.error is None else 0.0
+        # The error of `reset`, or of `get_reward`; those of tools are counted.
+        if outcome.error is not None:
+            trajectory.num_tool_errors += 1
+        return trajectory
+
+    async def _converse(
+        self,
+        row: PromptRow,
+        trajectory: Trajectory,
+        generate: Generate,
+        instance: "_Instance | None",
+    ) -> str:
+        """Turns of the model and answers of tools in turn, until the model calls none or a limit
+        ends it; the text of the model's last turn. Without an instance the model has one turn."""
+        keys = generate.turns
+        while True:
+            completion = await generate(trajectory, keys.max_turn_tokens)
+            text = generate.text_of(completion)
+            if instance is None or generate.is_over(trajectory):
+                return text
+            messages = []
+            for name, outcome in await self._call_tools(text, instance):
+                trajectory.count(outcome)
+                messages.append(_message(name, outcome, keys.max_tool_response_length))
+            if not messages:
+                return text
+            answer_ids = added_tokens(
+                generate.tokenizer,
+                messages,
+                row["origin"],
+                generate.template_options,
+                generate.stop_token_ids,
+            )
+            trajectory.add(answer_ids)
+
+    async def _call_tools(self, text: str, instance: "_Instance") -> list[tuple[str, Outcome]]:
+        """The names and outcomes of the tool calls in a text, one after another."""
+        try:
+            calls = list(self._parse(text))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            return [("", Outcome(error=f"the tool call cannot be read: {one_line(error)}"))]
+        outcomes = []
+        for name, arguments in calls:
+            if name in self._tools:
+                outcome = await instance.call(name, arguments)
+            else:
+                known = ", ".join(self._tools)
+                outcome = Outcome(error=f"there is no such tool; the tools are {known}")
+            outcomes.append((name, outcome))
+        return outcomes
+
+
+def _reset_arguments(row: PromptRow) -> dict[str, Any]:
+    """What `reset` gets: the entries of extra_info, and columns, which win."""
+    columns = ("prompt", "data_source", "ground_truth", "extra_info")
+    return {**row["extra_info"], **{name: row[name] for name in columns}}
+
+
+def _message(name: str, outcome: Outcome, limit: int) -> dict[str, Any]:
+    """What the model reads of an outcome, at most about `limit` characters."""
+    text = str(outcome.value) if outcome.error is None else f"Error: {outcome.error}"
+    if len(text) > limit:
+        half = limit // 2
+        text = f"{text[:half]}...(truncated)...{text[len(text) - half :]}"
+    return {"role": "tool", "name": name, "content": text}
+
+
+def _prompt_with(row: PromptRow, observation: str, generate: Generate) -> list[int]:
+    """The tokens of the prompt with an observation at the end of its last message."""
+    prompt = row["prompt"]
+    is_chat = not isinstance(prompt, str)
+    if is_chat:
+        *earlier, last = prompt
+        longer = [*earlier, {**last, "content": last["content"] + observation}]
+    else:
+        longer = prompt + observation
+    text = render_chat(generate.tokenizer, longer, row["origin"], **generate.template_options)
+    return next(tokenize(generate.tokenizer, [{"is_chat": is_chat, "text": text}]))
+
+
+@dataclass
+class _Instance:
+    """An instance of the user's class, whose methods run in tool processes."""
+
+    environment: type
+    queue: ConversationQueue
+    state: bytes | None = None
+    """The pickled instance; None before its first call."""
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Outcome:
+        """Call a method. If it fails, the instance is as it was before."""
+        outcome = await self.queue.run(
+            tools.call_method, self.environment, self.state, name, arguments
+        )
+        if outcome.error is not None:
+            return outcome
+        value, self.state = outcome.value
+        return Outcome(value)
+
+
+def added_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    origin: str,
+    options: Mapping[str, Any],
+    stop_token_ids: Sequence[int] = (),
+) -> list[int]:
+    """The tokens that a template writes after a turn of the model, which ended with one of the stop
+    tokens (the tokenizer's end token is always one): the messages, and the beginning of the next
+    turn. They are taken from another conversation, so the model's turn is not tokenized again."""
+    question = {"role": "user", "content": "?"}
+    turn = {"role": "assistant", "content": "="}
+    before = render_chat(tokenizer, [question], origin, turn["content"], **options)
+    after = render_chat(tokenizer, [question, turn, *messages], origin, **options)
+    if not after.startswith(before):
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path} changes earlier messages when others "
+            "follow; use another template, or an environment that is an async function"
+        )
+    # What follows the token that ended the model's turn, which the model has sampled itself. A
+    # template without such a token adds all that follows the text of the turn.
+    end_tokens = [str(tokenizer.eos_token), *tokenizer.convert_ids_to_tokens(list(stop_token_ids))]
+    ends = [before.rindex(token) + len(token) for token in end_tokens if token in before]
+    start = max(ends, default=len(before))
+    return next(tokenize(tokenizer, [{"is_chat": True, "text": after[start:]}]))
