@@ -96,6 +96,19 @@ def direct_scores(
         return torch.stack([model(ids).logits[0, 0] for ids in all_ids])
 
 
+WATCHED: list[tuple[Any, torch.Tensor]] = []
+"""The token ids and scores of each step, which `watched_step` adds."""
+
+
+def watched_step(*arguments: Any) -> StepCalls:
+    """A step that a user writes as one function."""
+    step = ppo_step(*arguments)
+    rollouts: Any = step.generation
+    scores = step.estimated.tensors["token_level_scores"].sum(dim=1)
+    WATCHED.append((rollouts.get(keys=["input_ids"]).batch, scores))
+    return step
+
+
 @pytest.fixture(scope="module")
 def course(
     demo: Demo,
@@ -104,24 +117,16 @@ def course(
     one_ray: None,
 ) -> Course:
     folder = tmp_path_factory.mktemp("run")
-    steps: list[Scored] = []
-
-    def watched_step(*arguments: Any) -> StepCalls:
-        step = ppo_step(*arguments)
-        rollouts = step.calls["gen"][0].get(keys=["input_ids"])
-        scores = step.estimated.tensors["token_level_scores"].sum(dim=1)
-        steps.append(Scored(texts_of(rollouts.batch, tokenizer), scores))
-        return step
-
     keys = [
         f"trainer.total_training_steps={NUM_STEPS}",
         f"trainer.default_local_dir={folder}",
         "trainer.save_freq=-1",
     ]
-    loaded = recipe(demo, *keys)
+    loaded = recipe(demo, *keys, f"trainer.step={__name__}:watched_step")
     trainer = Trainer(loaded)
-    trainer.step = watched_step
+    WATCHED.clear()
     trainer.run()
+    steps = [Scored(texts_of(batch, tokenizer), scores) for batch, scores in WATCHED]
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return Course(dict(trainer.plan.roles), steps, metrics)
 

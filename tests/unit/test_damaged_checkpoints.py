@@ -16,7 +16,8 @@ from rolepool.config import load_config
 from rolepool.errors import ConfigError
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.models import checkpoint as model_files
-from rolepool.trainer.checkpoint import Checkpoints, Position
+from rolepool.trainer.checkpoint import Checkpoints
+from rolepool.trainer.state import TrainState
 
 RANK_FILE = "actor/rank_00000_of_00001.json"
 
@@ -27,7 +28,7 @@ def save(run: Path, step: int) -> Path:
     temporary = model_files.temporary_folder(final)
     model_files.save_trained(SMALL, temporary / "actor")
     state = temporary / "trainer.json"
-    state.write_text(Position(step=step, data={}, kl_controller={}).model_dump_json())
+    state.write_text(TrainState(step=step, data={}, kl_controller={}).model_dump_json())
     model_files.write_hashes(state, [state])
     model_files.publish(temporary, final)
     return final
@@ -83,7 +84,7 @@ def short_random_state(checkpoint: Path) -> None:
 def another_step(checkpoint: Path) -> None:
     without_hashes(checkpoint)
     (checkpoint / "trainer.json").write_text(
-        Position(step=10**9, data={}, kl_controller={}).model_dump_json()
+        TrainState(step=10**9, data={}, kl_controller={}).model_dump_json()
     )
 
 
@@ -133,7 +134,7 @@ def hashes_of_a_file_elsewhere(checkpoint: Path) -> None:
 
 def change_state(checkpoint: Path) -> None:
     (checkpoint / "trainer.json").write_text(
-        Position(step=2, data={"x": 1}, kl_controller={}).model_dump_json()
+        TrainState(step=2, data={"x": 1}, kl_controller={}).model_dump_json()
     )
 
 

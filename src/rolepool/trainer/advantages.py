@@ -19,6 +19,7 @@ from rolepool.algorithm.losses import LossCounts, agg_loss, compute_explained_va
 from rolepool.cluster import next_call_number
 from rolepool.config import Config
 from rolepool.config.functions import adv_estimators
+from rolepool.data.prompts import PromptLoader
 from rolepool.data.rewards import NUMBERS, PRED
 from rolepool.errors import ConfigError
 from rolepool.metrics.spans import Span, driver_span
@@ -231,3 +232,20 @@ def repeated(prompts: DataProto, num_samples: int) -> DataProto:
     rows = prompts.repeat(num_samples, interleave=True)
     rows.non_tensor_batch["sample_index"] = np.tile(np.arange(num_samples), len(prompts))
     return rows
+
+
+class RepeatedPrompts:
+    """Training prompts, each as often in a row as it gets responses."""
+
+    def __init__(self, loader: PromptLoader, num_samples: int) -> None:
+        self._loader = loader
+        self._num_samples = num_samples
+        self.state_dict = loader.state_dict
+        self.load_state_dict = loader.load_state_dict
+
+    @property
+    def epoch(self) -> int:
+        return self._loader.epoch
+
+    def next_batch(self) -> DataProto:
+        return repeated(self._loader.next_batch(), self._num_samples)

@@ -7,9 +7,7 @@ model.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
@@ -21,20 +19,11 @@ from rolepool.metrics.run_folder import RunFolder
 from rolepool.models import checkpoint as model_files
 from rolepool.placement.roles import ROLE_SPECS, Role, trained_roles
 from rolepool.reading import read_small
+from rolepool.trainer.state import TrainState
 from rolepool.trainer.step import Roles, TrainedCalls
 
 Source = Path | Mapping[str, Path]
 """The folder of a checkpoint, or the folders of a snapshot on each node, by node id."""
-
-
-class Position(BaseModel):
-    """The state of a run between two steps, without the models."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    step: int = Field(ge=0)
-    data: dict[str, Any]
-    kl_controller: dict[str, float]
 
 
 class Checkpoints:
@@ -50,7 +39,7 @@ class Checkpoints:
         newest = model_files.newest_checkpoint(self._folder.path)
         return "there is no checkpoint" if newest is None else f"the last checkpoint is {newest}"
 
-    def find(self) -> tuple[Path, Position] | None:
+    def find(self) -> tuple[Path, TrainState] | None:
         """The checkpoint to resume from, and the state of the run when it was saved; None starts a
         new run."""
         if self._keys.resume_mode == "disable":
@@ -76,7 +65,7 @@ class Checkpoints:
             _check(path)
         return path, _position(path)
 
-    def newest(self) -> tuple[Path, Position] | None:
+    def newest(self) -> tuple[Path, TrainState] | None:
         """The newest checkpoint of the run folder, and the state of the run when it was saved."""
         path = model_files.newest_checkpoint(self._folder.path, self._parts)
         return None if path is None else (path, _position(path))
@@ -88,7 +77,7 @@ class Checkpoints:
         for role in roles.trained.values():
             role.group.check_exists(setting, self._folder.lock_file.absolute(), fix)
 
-    def save(self, roles: Roles, position: Position) -> None:
+    def save(self, roles: Roles, position: TrainState) -> None:
         """Write a checkpoint atomically, then remove the checkpoints that are no longer kept."""
         final = model_files.checkpoint_folder(self._folder.path.absolute(), position.step)
         temporary = model_files.temporary_folder(final)
@@ -129,11 +118,11 @@ def _check(folder: Path) -> None:
     model_files.check_hashes(folder)
 
 
-def _position(folder: Path) -> Position:
+def _position(folder: Path) -> TrainState:
     """The state of the run in a checkpoint."""
     file, fix = folder / "trainer.json", "resume from another checkpoint"
     with explained(f"{file}: not a trainer state", fix, ValueError):
-        position = Position.model_validate_json(read_small(file))
+        position = TrainState.model_validate_json(read_small(file))
     match = model_files.STEP_FOLDER.fullmatch(folder.name)
     if match is not None and int(match[1]) != position.step:
         raise ConfigError(f"{file}: step={position.step} is not the step of its folder; {fix}")

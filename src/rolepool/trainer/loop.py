@@ -27,10 +27,10 @@ from rolepool.models.sharding_times import measure_sharding
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.roles import FIRST_OPERATION, ROLE_SPECS
-from rolepool.trainer.advantages import Estimator, repeated
+from rolepool.trainer.advantages import Estimator, RepeatedPrompts
 from rolepool.trainer.bad_steps import BadSteps
 from rolepool.trainer.build import Reward, build_roles, check_inputs, check_prompts
-from rolepool.trainer.checkpoint import Checkpoints, Position, Source
+from rolepool.trainer.checkpoint import Checkpoints, Source
 from rolepool.trainer.console import NUM_SHOWN_SAMPLES
 from rolepool.trainer.console import Observer as Observer
 from rolepool.trainer.interrupt import Interrupt
@@ -46,6 +46,7 @@ from rolepool.trainer.moves import (
     take_request,
 )
 from rolepool.trainer.paper import schedule_of, step_of
+from rolepool.trainer.pipeline import Pipeline, RunningStep
 from rolepool.trainer.rows import (
     NUM_SAMPLES,
     NUM_TRAINING_SAMPLES,
@@ -57,7 +58,8 @@ from rolepool.trainer.rows import (
     validate,
 )
 from rolepool.trainer.snapshots import Snapshots
-from rolepool.trainer.step import StepCalls, TrainedCalls
+from rolepool.trainer.state import TrainState
+from rolepool.trainer.step import TrainedCalls
 from rolepool.trainer.supervisor import Death
 
 
@@ -95,6 +97,8 @@ class Trainer:
         self.test_freq = keys.test_freq or self.num_steps
         self.estimator = Estimator(self.config)
         self.step = step_of(self.config, self.estimator.needs)
+        repeated_prompts = RepeatedPrompts(self.loader, self.config.actor_rollout_ref.rollout.n)
+        self.pipeline = Pipeline(self.step, self.estimator, repeated_prompts)
         self.folder = RunFolder(keys.default_local_dir)
         self.checkpoints = Checkpoints(self.config, self.folder, self.plan.roles)
         self.bad_steps = BadSteps(loaded, self.checkpoints)
@@ -102,7 +106,7 @@ class Trainer:
         self.start_step = self.saved_step = self.num_restarts = 0
         self.validated_step = -1
         self._before: list[Recorded] = []
-        self._unfinished: StepCalls | None = None
+        self._unfinished: RunningStep | None = None
         """The last step, if its row is not written yet."""
         self._last_row = 0
         self._starter = ThreadPoolExecutor(1)
@@ -152,7 +156,7 @@ class Trainer:
             finally:  # no process of the run is writing any more
                 remove_unfinished(self.folder.path)
 
-    def _run(self, saved: Path | None, position: Position, after_step: int | None) -> None:
+    def _run(self, saved: Path | None, position: TrainState, after_step: int | None) -> None:
         """Start the processes, then train. An earlier run is not touched before everything has
         started."""
         if self.save_freq < 0 and not self.config.trainer.val_only:
@@ -190,7 +194,7 @@ class Trainer:
             cleanup.callback(self._end_move, "the run has ended")
             self._train()
 
-    def _start(self, saved: Path | None, position: Position, cleanup: ExitStack) -> None:
+    def _start(self, saved: Path | None, position: TrainState, cleanup: ExitStack) -> None:
         """Start all processes and build the roles. If a process dies meanwhile, all are started
         again."""
         try:
@@ -203,7 +207,7 @@ class Trainer:
             self.observer.on_notice(f"{error.problems[0]}; starting all processes again")
             self._start(saved, position, cleanup)
 
-    def _start_once(self, saved: Path | None, position: Position, cleanup: ExitStack) -> None:
+    def _start_once(self, saved: Path | None, position: TrainState, cleanup: ExitStack) -> None:
         """Start all processes and build the roles, with the weights of a checkpoint if there is
         one."""
         num_processes = sum(pool.world_size for pool in self.plan.pools.values())
@@ -229,14 +233,13 @@ class Trainer:
         self._load(self.roles.trained, saved, position)
 
     def _load(
-        self, trained: Mapping[str, TrainedCalls], source: Source | None, position: Position
+        self, trained: Mapping[str, TrainedCalls], source: Source | None, position: TrainState
     ) -> None:
         """Load a saved state, if there is one, into these roles and the driver. The rollout gets
         its weights, too."""
         if source is not None:
             self.checkpoints.load(trained, source)
-        self.loader.load_state_dict(position.data)
-        self.estimator.kl_controller.restore(position.kl_controller["value"])
+        self.pipeline.restore(position)
         for call in self.roles.sync_weights(position.step):
             call.get()
 
@@ -284,9 +287,9 @@ class Trainer:
         """Queue all calls of a step and write the row of the step before it, whose last calls have
         ended by now."""
         self.watchdog.begin(f"step {number}")
-        epoch = self.loader.epoch
-        prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
-        step = self.step(self.config, self.roles, self.estimator, prompts, number)
+        self.pipeline.generate(self.config, self.roles, number)
+        running = self.pipeline.learn(self.config, self.roles)
+        step, prompts = running.calls, running.prompts
         self.snapshots.take(self.roles, self._position(number))
         if (folder := self.config.trainer.rollout_data_dir) is not None:  # while the updates run
             samples = samples_of(prompts, step.generation, step.estimated.scored, self.tokenizer)
@@ -298,14 +301,14 @@ class Trainer:
             if number == self.num_steps and not self._validates_at_the_end:
                 self.observer.on_training_samples(number, recorded[:NUM_SHOWN_SAMPLES])
         step.estimated.metrics.update(
-            {"training/epoch": float(epoch), "training/num_steps": float(self.num_steps)}
+            {"training/epoch": float(running.epoch), "training/num_steps": float(self.num_steps)}
         )
         lengths = step.estimated.lengths
         step.estimated.metrics.update(
             length_metrics(self.config, lengths, self.roles.actor.dp_size, number)
         )
-        self._finish(following=step)
-        self._unfinished = step
+        self._finish(following=running)
+        self._unfinished = running
 
     def _end_step(self, number: int) -> None:
         """Validate and save if it is time. Otherwise, the step's last calls may still run in the
@@ -339,9 +342,8 @@ class Trainer:
     def _validates_at_the_end(self) -> bool:
         return self.val_prompts is not None and self.test_freq > 0
 
-    def _position(self, number: int) -> Position:
-        kl_controller = {"value": self.estimator.kl_controller.value}
-        return Position(step=number, data=self.loader.state_dict(), kl_controller=kl_controller)
+    def _position(self, number: int) -> TrainState:
+        return self.pipeline.state_after(number)
 
     def _recover(self, error: WorkerError) -> int:
         """Replace the processes that died, and load the last state that is complete. Returns its
@@ -393,7 +395,7 @@ class Trainer:
     def _load_newest(self, trained: Mapping[str, TrainedCalls], most: int) -> int | None:
         """Load the newest complete snapshot of a step up to `most`, or a newer checkpoint, into
         these roles. Returns its step; None if there is none."""
-        found: tuple[Source, Position] | None = self.snapshots.newest(self.roles, most)
+        found: tuple[Source, TrainState] | None = self.snapshots.newest(self.roles, most)
         if found is None or found[1].step < self.saved_step <= most:
             found = self.checkpoints.newest() or found
         if found is None:
@@ -565,14 +567,14 @@ class Trainer:
         self._write(number, {"timing_s/save_checkpoint": ended().duration_s})
         return True
 
-    def _finish(self, following: StepCalls | None = None) -> None:
+    def _finish(self, following: RunningStep | None = None) -> None:
         """Wait for the last calls of the unfinished step and write its row, unless it was written
         before a death."""
-        step = self._unfinished
-        if step is None:
+        if self._unfinished is None:
             return
+        step = self._unfinished.calls
         recorded = record(step)
-        generation = following.generation.spans() if following else []
+        generation = following.calls.generation.spans() if following else []
         after = [Recorded(step.number + 1, FIRST_OPERATION, span) for span in generation]
         metrics = step_row(step, recorded, self._before, after, self.plan)
         self._before, self._unfinished = recorded, None

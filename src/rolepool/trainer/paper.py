@@ -1,11 +1,10 @@
-"""A step on paper: the step function, called with roles that compute nothing and only record the
-calls.
+"""A step on paper: the pipeline, with roles that compute nothing and only record the calls.
 
-Owns finding the step function, and turning the recorded calls into a graph. Imports neither torch
-nor ray, so that `plan` can use it.
+Owns finding the step, and turning the recorded calls into a graph. Imports neither torch nor ray,
+so that `plan` can use it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -16,20 +15,20 @@ from rolepool.config.functions import ADV_ESTIMATORS, Needs, import_object
 from rolepool.config.schema import all_keys
 from rolepool.placement.plan import NEXT_STEP, Schedule, ScheduledCall
 from rolepool.placement.roles import FIRST_OPERATION, Role, needed_roles
-from rolepool.trainer.step import Roles, StepCalls, ppo_step, remax_step
+from rolepool.trainer.pipeline import Pipeline
+from rolepool.trainer.step import Roles, Step, in_one_function, ppo_step, remax_step
 
-Step = Callable[..., StepCalls]
 MAX_EPOCHS = 3
 """The largest number of epochs in a schedule. Further epochs make the graph larger, but add no
 overlap."""
 
 
-def step_of(config: Config, needs: Needs | None = None) -> Step:
-    """The step function that the config names, or else the one for an advantage estimator with
-    these needs. None means what is known without importing the estimator."""
+def step_of(config: Config, needs: Needs | None = None) -> Step[Any]:
+    """The step that the config names, or else the one for an advantage estimator with these needs.
+    None means what is known without importing the estimator."""
     if config.trainer.step is not None:
-        step: Step = import_object("trainer.step", config.trainer.step)
-        return step
+        named = import_object("trainer.step", config.trainer.step)
+        return named if isinstance(named, Step) else in_one_function(named)
     known = ADV_ESTIMATORS.get(config.algorithm.adv_estimator, ()) if needs is None else needs
     return remax_step if "reward_baselines" in known else ppo_step
 
@@ -37,32 +36,52 @@ def step_of(config: Config, needs: Needs | None = None) -> Step:
 def schedule_of(config: Config) -> Schedule:
     """The schedule of a step in which every role that is trained updates, up to the next step's
     generation."""
-    notes, run = _Notes(), step_of(config)
     for key in (key for key in all_keys() if key.endswith(".ppo_epochs")):
         config = config.with_value(key, min(MAX_EPOCHS, config.at(key)))
-    number = config.trainer.critic_warmup + 1
+    notes = _Notes()
 
     def sync(version: int) -> Any:
         return [notes.call((Role.Actor, Role.Rollout))]
 
-    roles = Roles(
-        {role: _PaperRole(notes, role) for role in (*needed_roles(config)[0], Role.RewardModel)},
-        sync,
-    )
-    made: Any = run(config, roles, notes, PaperBatch(), number)
-    names = {
-        call: name
-        for name, batches in made.calls.items()
-        for batch in batches
-        for call in batch.calls
-    }
+    names_of_roles = (*needed_roles(config)[0], Role.RewardModel)
+    roles = Roles({role: _PaperRole(notes, role) for role in names_of_roles}, sync)
+    recorder: Any = notes  # in place of the estimator
+    pipeline = Pipeline(step_of(config), recorder, _PaperPrompts())
+    number = config.trainer.critic_warmup + 1
+    calls = _make_step(pipeline, config, roles, number)
     num_calls = len(notes.made)
+    names: dict[int, str] = {}
+    for operation, batches in calls.items():
+        for batch in batches:
+            names.update(dict.fromkeys(batch.calls, operation))
+    # The next step is made, too, because its first call ends this one.
+    _make_step(pipeline, config, roles, number + 1)
     names[num_calls] = f"{NEXT_STEP}{FIRST_OPERATION}"
-    run(config, roles, notes, PaperBatch(), number + 1)
-    calls = enumerate(notes.made[: num_calls + 1])
-    return Schedule(
-        tuple(ScheduledCall(names.get(position, "adv"), *call) for position, call in calls)
-    )
+    scheduled = []
+    for position, call in enumerate(notes.made[: num_calls + 1]):
+        scheduled.append(ScheduledCall(names.get(position, "adv"), *call))
+    return Schedule(tuple(scheduled))
+
+
+def _make_step(pipeline: Pipeline, config: Config, roles: Roles, number: int) -> Mapping[str, Any]:
+    """Make both phases of a step. Returns what its calls have returned, by operation."""
+    pipeline.generate(config, roles, number)
+    return pipeline.learn(config, roles).calls.calls
+
+
+class _PaperPrompts:
+    """Prompts without data."""
+
+    epoch = 0
+
+    def next_batch(self) -> Any:
+        return PaperBatch()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """There is no position to go to."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rolepool.errors import logger
 from rolepool.models.checkpoint import snapshot_files, snapshot_number
 from rolepool.placement.estimate import SHARED_MEMORY, snapshot_bytes
 from rolepool.protocol.futures import CallFuture
-from rolepool.trainer.checkpoint import Position
+from rolepool.trainer.state import TrainState
 from rolepool.trainer.step import Roles, TrainedCalls
 from rolepool.units import show_bytes
 
@@ -36,7 +36,7 @@ Where = Mapping[str, tuple[Path, int]]
 class Taken:
     """A snapshot that was queued."""
 
-    position: Position
+    position: TrainState
     place: str
     number: int
     files: dict[str, list[Files]]
@@ -61,7 +61,7 @@ class Snapshots:
         self._has_room = True
         self.keepers = Keepers(snapshot_number, cluster.nodes if self._every > 0 else ())
 
-    def take(self, roles: Roles, position: Position, *, is_wanted: bool = False) -> None:
+    def take(self, roles: Roles, position: TrainState, *, is_wanted: bool = False) -> None:
         """Queue a snapshot of the state after this step, if one is due or wanted. The first one is
         always taken."""
         is_due = not self._taken or position.step % self._every == 0
@@ -121,7 +121,7 @@ class Snapshots:
             logger.warning("no snapshots are taken until there is room: %s, and %s", needed, has)
         return self._has_room
 
-    def is_complete(self, roles: Roles, position: Position) -> bool:
+    def is_complete(self, roles: Roles, position: TrainState) -> bool:
         """Wait for the snapshot of the state after this step, which is taken now if it was not due.
         False if there is none."""
         deadline = time.monotonic() + COMPLETE_TIMEOUT_S
@@ -146,7 +146,7 @@ class Snapshots:
         """From now on other ranks write the snapshots."""
         self._of_other_ranks.update(PLACES)
 
-    def newest(self, roles: Roles, most: int) -> tuple[dict[str, Path], Position] | None:
+    def newest(self, roles: Roles, most: int) -> tuple[dict[str, Path], TrainState] | None:
         """The newest complete snapshot of a step up to `most`: its folder on each node, and the
         state of the run. None if there is none. Each node gets the files that its ranks need and
         that only other nodes have."""

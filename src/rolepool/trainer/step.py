@@ -5,6 +5,9 @@ here, and pools run at the same time. A call that is given a future waits for it
 here, so calls overlap if the placement allows it. Nothing here asks for the placement. `plan` runs
 this code on paper, so it imports neither torch nor ray.
 
+A step has two phases: the first generates and scores responses, the second learns from them.
+`rolepool.trainer.pipeline` says when each of them runs.
+
 Owns the interface between a step and the roles, too: `Roles`, with the methods of each role and
 what they return.
 """
@@ -12,8 +15,8 @@ what they return.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +34,40 @@ if TYPE_CHECKING:
     from rolepool.trainer.advantages import Estimated, Estimator
 
     Batch = DataProto | DataProtoFuture
+
+FirstResult = TypeVar("FirstResult")
+"""What the first phase of a step hands to the second."""
+
+
+@dataclass(frozen=True)
+class Step(Generic[FirstResult]):
+    """The two phases of a step. Between them, what the first one returns waits in the queue of the
+    pipeline. Both return when their last call is queued, not when it has ended."""
+
+    generate: Callable[[Config, Roles, DataProto, int], FirstResult]
+    """Gets the config, the roles, the prompts and the number of the step."""
+    learn: Callable[[Config, Roles, Estimator, FirstResult], StepCalls]
+    """Gets the config, the roles, the estimator of advantages and what `generate` has returned."""
+
+    def __call__(
+        self, config: Config, roles: Roles, estimator: Estimator, prompts: DataProto, number: int
+    ) -> StepCalls:
+        """Both phases, one after the other."""
+        return self.learn(config, roles, estimator, self.generate(config, roles, prompts, number))
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The calls of the first phase. They may still run."""
+
+    number: int
+    prompts: DataProto
+    rollouts: DataProtoFuture
+    scores: DataProtoFuture
+    baselines: DataProtoFuture | None = None
+    """The score of the greedy response to each prompt, if the algorithm needs it."""
+    calls: Mapping[str, Sequence[CallFuture]] = field(default_factory=dict)
+    """Further calls, by the name of their operation."""
 
 
 @dataclass(frozen=True)
@@ -50,30 +87,97 @@ class StepCalls:
         return self.calls[FIRST_OPERATION][0]
 
 
-def ppo_step(
-    config: Config, roles: Roles, estimator: Estimator, prompts: DataProto, number: int
-) -> StepCalls:
-    """Generate, score, estimate advantages, update. Returns when the last call is queued, not when
-    it has ended."""
-    rollouts = roles.rollout.generate_sequences(prompts)
-    scores = roles.reward.compute_scores(rollouts.union(prompts))
-    return learn(config, roles, estimator, prompts, number, rollouts, scores)
+# The first phase
 
 
-def remax_step(
-    config: Config, roles: Roles, estimator: Estimator, prompts: DataProto, number: int
-) -> StepCalls:
-    """A ReMax step: a PPO step without a critic, whose baseline is the score of the greedy response
-    to each prompt."""
+def generate(config: Config, roles: Roles, prompts: DataProto, number: int) -> Generated:
+    """Generate a response to each prompt, and score it."""
     rollouts = roles.rollout.generate_sequences(prompts)
     scores = roles.reward.compute_scores(rollouts.union(prompts))
-    once = prompts[
-        :: config.actor_rollout_ref.rollout.n
-    ]  # the samples of a prompt are next to each other
+    return Generated(number, prompts, rollouts, scores)
+
+
+def generate_with_baselines(
+    config: Config, roles: Roles, prompts: DataProto, number: int
+) -> Generated:
+    """The first phase of ReMax, whose baseline is the score of the greedy response to each
+    prompt."""
+    rollouts = roles.rollout.generate_sequences(prompts)
+    scores = roles.reward.compute_scores(rollouts.union(prompts))
+    # The samples of a prompt are next to each other.
+    once = prompts[:: config.actor_rollout_ref.rollout.n]
     greedy = roles.rollout.generate_sequences(once, purpose="baseline")
     baselines = roles.reward.compute_scores(greedy.union(once))
     calls = {"baseline": [greedy, baselines]}
-    return learn(config, roles, estimator, prompts, number, rollouts, scores, baselines, calls)
+    return Generated(number, prompts, rollouts, scores, baselines, calls)
+
+
+# The second phase
+
+
+def learn_from(
+    config: Config, roles: Roles, estimator: Estimator, generated: Generated
+) -> StepCalls:
+    """Estimate advantages and update. All algorithms share this phase."""
+    number, rollouts = generated.number, generated.rollouts
+    values = roles.critic.compute_values(rollouts) if roles.critic else None
+    old = roles.actor.compute_log_prob(rollouts)
+    ref = roles.ref.compute_ref_log_prob(rollouts) if roles.ref else None
+
+    in_reward = (old, ref) if config.algorithm.use_kl_in_reward else ()
+    estimated = estimator.estimate(  # the driver waits here
+        generated.prompts, rollouts, generated.scores, generated.baselines, values, *in_reward
+    )
+    batch = rollouts.union(estimated.batch)
+    lengths = estimated.lengths
+
+    critic_updates: list[CallFuture] = []
+    if roles.critic and values is not None:
+        of_critic = batch.union(values)
+        orders = update_orders(config, config.critic, lengths, roles.critic.dp_size, number)
+        for order, is_last in orders:
+            update = roles.critic.update_critic(of_critic.reorder(order), ends_step=is_last)
+            critic_updates.append(update)
+
+    actor_updates: list[CallFuture] = []
+    weight_updates: list[CallFuture] = []
+    if number > config.trainer.critic_warmup:
+        keys = config.actor_rollout_ref.actor
+        of_actor = batch.union(old)
+        if ref is not None and keys.use_kl_loss:
+            of_actor = of_actor.union(ref)
+        orders = update_orders(config, keys, lengths, roles.actor.dp_size, number)
+        for order, is_last in orders:
+            update = roles.actor.update_actor(of_actor.reorder(order), ends_step=is_last)
+            actor_updates.append(update)
+        weight_updates = roles.sync_weights(number)
+
+    scoring: dict[str, CallFuture | None] = {
+        FIRST_OPERATION: rollouts,
+        "reward": generated.scores,
+        "values": values,
+        "old_log_prob": old,
+        "ref": ref,
+    }
+    calls: dict[str, Sequence[CallFuture]] = {
+        name: [call] for name, call in scoring.items() if call is not None
+    }
+    calls["update_critic"] = critic_updates
+    calls["update_actor"] = actor_updates
+    calls["update_weights"] = weight_updates
+    calls.update(generated.calls)
+
+    columns = ["entropy_sums"]
+    if config.actor_rollout_ref.rollout.calculate_log_probs:
+        columns += ["rollout_log_probs", "old_log_probs"]
+    return StepCalls(number, calls, estimated, rollouts.union(old).select(columns))
+
+
+ppo_step = Step(generate, learn_from)
+remax_step = Step(generate_with_baselines, learn_from)
+
+
+# Steps that a user writes as one function
 
 
 def learn(
@@ -87,61 +191,29 @@ def learn(
     baselines: DataProtoFuture | None = None,
     calls: Mapping[str, Sequence[CallFuture]] | None = None,
 ) -> StepCalls:
-    """The part of a step after scoring, which all algorithms share. `calls` are further calls that
-    were made before it, by the name of their operation."""
-    values = roles.critic.compute_values(rollouts) if roles.critic else None
-    old = roles.actor.compute_log_prob(rollouts)
-    ref = roles.ref.compute_ref_log_prob(rollouts) if roles.ref else None
+    """The part of a step after scoring, with which a step of your own ends. `calls` are further
+    calls that were made before it, by the name of their operation."""
+    generated = Generated(number, prompts, rollouts, scores, baselines, calls or {})
+    return learn_from(config, roles, estimator, generated)
 
-    in_reward = (old, ref) if config.algorithm.use_kl_in_reward else ()
-    estimated = estimator.estimate(
-        prompts, rollouts, scores, baselines, values, *in_reward
-    )  # the driver waits here
-    batch = rollouts.union(estimated.batch)
-    updates: dict[str, list[CallFuture]] = {
-        "update_critic": [],
-        "update_actor": [],
-        "update_weights": [],
-    }
-    if roles.critic and values is not None:
-        for order, is_last in update_orders(
-            config, config.critic, estimated.lengths, roles.critic.dp_size, number
-        ):
-            update = roles.critic.update_critic(
-                batch.union(values).reorder(order), ends_step=is_last
-            )
-            updates["update_critic"].append(update)
-    if number > config.trainer.critic_warmup:
-        actor_keys, scored = config.actor_rollout_ref.actor, batch.union(old)
-        if ref is not None and actor_keys.use_kl_loss:
-            scored = scored.union(ref)
-        for order, is_last in update_orders(
-            config, actor_keys, estimated.lengths, roles.actor.dp_size, number
-        ):
-            updates["update_actor"].append(
-                roles.actor.update_actor(scored.reorder(order), ends_step=is_last)
-            )
-        updates["update_weights"] = roles.sync_weights(number)
 
-    scoring = {
-        FIRST_OPERATION: rollouts,
-        "reward": scores,
-        "values": values,
-        "old_log_prob": old,
-        "ref": ref,
-    }
-    made: dict[str, Sequence[CallFuture]] = {
-        name: [call] for name, call in scoring.items() if call is not None
-    }
-    made.update({**updates, **(calls or {})})
-    compared = (
-        ("rollout_log_probs", "old_log_probs")
-        if config.actor_rollout_ref.rollout.calculate_log_probs
-        else ()
-    )
-    return StepCalls(
-        number, made, estimated, rollouts.union(old).select(["entropy_sums", *compared])
-    )
+def in_one_function(
+    function: Callable[[Config, Roles, Estimator, DataProto, int], StepCalls],
+) -> Step[tuple[DataProto, int]]:
+    """A step whose calls are all made by one function. It cannot be divided, so its first phase
+    makes no call, and the second makes all of them."""
+
+    def keep(
+        config: Config, roles: Roles, prompts: DataProto, number: int
+    ) -> tuple[DataProto, int]:
+        return prompts, number
+
+    def make_all_calls(
+        config: Config, roles: Roles, estimator: Estimator, kept: tuple[DataProto, int]
+    ) -> StepCalls:
+        return function(config, roles, estimator, *kept)
+
+    return Step(keep, make_all_calls)
 
 
 def update_orders(
@@ -161,9 +233,8 @@ def update_orders(
     for epoch in range(keys.ppo_epochs):
         rows = np.arange(len(lengths))
         if keys.shuffle:
-            rows = np.random.default_rng(
-                derive_seed(config.trainer.seed, "shuffle", step, epoch)
-            ).permutation(rows)
+            seed = derive_seed(config.trainer.seed, "shuffle", step, epoch)
+            rows = np.random.default_rng(seed).permutation(rows)
         in_order = [lengths[int(row)] for row in rows]
         order = rank_order(
             in_order, rows_per_mini_batch, num_ranks, balance=config.trainer.balance_batch
