@@ -40,8 +40,11 @@ def score(text: str, row: dict[str, Any]) -> float:
 class Validation(TrainerCallback):
     """Validates after the same batches as rolepool, and keeps the curves."""
 
-    def __init__(self, config: Config, tokenizer: Any, updates_per_batch: int) -> None:
+    def __init__(
+        self, config: Config, tokenizer: Any, training: PromptSet, updates_per_batch: int
+    ) -> None:
         self._prompts = PromptSet("val", config, tokenizer)
+        self._prompts.leave_out(training)
         self._tokenizer, self._updates = tokenizer, updates_per_batch
         self._every = config.trainer.test_freq or 1
         self._limit = config.data.max_response_length
@@ -98,10 +101,9 @@ class Validation(TrainerCallback):
         print(f"step {batch}: validation {self.validations[batch]:.3f}", flush=True)
 
 
-def training_rows(config: Config, tokenizer: Any) -> Dataset:
+def training_rows(config: Config, prompts: PromptSet) -> Dataset:
     """The prompts of all batches, one after another."""
     data, seed = config.data, config.trainer.seed
-    prompts = PromptSet("train", config, tokenizer)
     loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
     chats: list[Any] = []
     rows: list[str] = []
@@ -163,14 +165,15 @@ def main() -> None:
     config = load_config(files, [word for word in options.words if "=" in word]).config
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     args = settings_of(config, options.result.parent / "trl")
-    validation = Validation(config, tokenizer, args.steps_per_generation or 1)
+    prompts = PromptSet("train", config, tokenizer)
+    validation = Validation(config, tokenizer, prompts, args.steps_per_generation or 1)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(
             config.actor_rollout_ref.model.path, dtype=torch.float32
         ),
         args=args,
         reward_funcs=validation.reward,
-        train_dataset=training_rows(config, tokenizer),
+        train_dataset=training_rows(config, prompts),
         processing_class=tokenizer,
         callbacks=[validation],
     )

@@ -133,7 +133,7 @@ def plain(options: argparse.Namespace, batch: Batch, *, autocast: bool = False) 
 
 def _gradient_of(model: Any) -> dict[str, Tensor]:
     return {
-        name: weight.grad.double().cpu()
+        name: weight.grad.double()
         for name, weight in model.named_parameters()
         if weight.grad is not None
     }
@@ -242,7 +242,10 @@ def main() -> int:
         "log-probs": torch.cat(
             [old_log_probs[number, : len(row)] for number, row in enumerate(responses)]
         ),
-        "gradient": {name: moment.double() / MOMENT_SHARE for name, moment in theirs.items()},
+        "gradient": {
+            name: moment.double().to(options.device) / MOMENT_SHARE
+            for name, moment in theirs.items()
+        },
     }
     repeated = [
         advantage.repeat(len(row))
