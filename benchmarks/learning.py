@@ -1,14 +1,15 @@
 """Learning curves of rolepool, and of TRL's GRPOTrainer with the same data, model and settings.
 
     python benchmarks/learning.py OUT RECIPE [key=value...] [--seeds 1,2,3] [--variant "NAME:key=value;key=value"]
-        [--trl] [--at-once 4] [--limit 600]
+        [--sides rolepool,trl] [--at-once 4] [--limit 600]
 
-Each variant, with each seed, is a run of its own: `rolepool train RECIPE key=value...`. With
-`--trl`, `learning_trl.py` runs beside each of them; TRL has no critic, so this is for GRPO. Prints
-the validation at the beginning and at the end, and writes curves.json and curves.png to OUT as runs
-end. Runs that are not done after `--limit` seconds are stopped, and what they had is kept.
+Each variant, with each seed, is a run of its own: `rolepool train RECIPE key=value...`. With the
+side `trl`, `learning_trl.py` trains the same; TRL has no PPO with a critic, so this is for GRPO.
+Prints the validation at the beginning and at the end, and writes curves.json and curves.png to OUT.
+Runs that are not done after `--limit` seconds are stopped, and what they had is kept. With
+`--from OTHER`, the curves in another OUT are added.
 
-Needs the package trl for `--trl`.
+Needs the package trl for the side `trl`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Curve:
     others: dict[str, list[float]] = field(default_factory=dict)
     ended: str = ""
     """How the run ended."""
+    wall_s: float = 0.0
+    """From the start of its processes to its end, beside what else ran."""
 
     @property
     def gain(self) -> float:
@@ -63,6 +66,8 @@ class Run:
     words: Sequence[str]
     folder: Path
     process: subprocess.Popen[bytes] | None = None
+    start_s: float = 0.0
+    end_s: float = 0.0
 
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -73,6 +78,7 @@ class Run:
         else:
             extra = [f"trainer.default_local_dir={self.folder / 'run'}", "trainer.save_freq=-1"]
             command = [sys.executable, "-m", "rolepool", "train", *words, *extra]
+        self.start_s = time.monotonic()
         log = (self.folder / f"{self.side}.log").open("wb")
         self.process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -92,6 +98,7 @@ class Run:
         found = Curve(self.name, self.seed, self.side)
         code = self.process.poll() if self.process is not None else None
         found.ended = "did not start" if self.process is None else f"exit code {code}"
+        found.wall_s = self.end_s - self.start_s
         reader = _read_trl if self.side == TRL else _read_rolepool
         reader(self.folder, found)
         return found
@@ -113,6 +120,7 @@ def _read_rolepool(folder: Path, found: Curve) -> None:
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     names = {"actor/grad_norm", "actor/entropy", "actor/pg_loss", "critic/vf_explained_var"}
     names |= {"response_length/mean", "response_length/clip_ratio", "perf/time_per_step"}
+    names |= {"training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"}
     for row in rows:
         step = row.get("training/global_step", row.get("step"))
         means = {name: value for name, value in row.items() if _is_validation(name)}
@@ -130,11 +138,21 @@ def _is_validation(name: str) -> bool:
     return name.startswith("val-core/") and "/mean@" in name
 
 
+def _curve_of(entry: dict[str, Any]) -> Curve:
+    """A curve from JSON, which has texts for the steps."""
+    curve = Curve(**entry)
+    curve.validations = {int(step): value for step, value in curve.validations.items()}
+    curve.seconds = {int(step): value for step, value in curve.seconds.items()}
+    return curve
+
+
 def run_all(runs: Sequence[Run], at_once: int, limit_s: float, out: Path) -> list[Curve]:
     """Start the runs, `at_once` of them at a time, and wait for them until the limit."""
     end_s = time.monotonic() + limit_s
     waiting, running = list(runs), list[Run]()
     while (waiting or running) and time.monotonic() < end_s:
+        for run in running:
+            run.end_s = time.monotonic()
         running = [run for run in running if run.process and run.process.poll() is None]
         while waiting and len(running) < at_once:
             running.append(waiting.pop(0))
@@ -160,7 +178,7 @@ def show(curves: Iterable[Curve]) -> None:
         shown = ", ".join([*steps[:1], *steps[1:][-6:]])
         print(
             f"{curve.name} | {curve.seed} | {curve.side} | {shown} (gain {curve.gain:+.3f}) | "
-            f"{rewards} | {curve.ended}"
+            f"{rewards} | {curve.wall_s:.0f} s, {curve.ended}"
         )
         for name, values in curve.by_source.items():
             ends = list(values.values())
@@ -208,7 +226,8 @@ def main() -> int:
     parser.add_argument(
         "--variant", action="append", default=[], metavar="NAME:key=value;...", dest="variants"
     )
-    parser.add_argument("--trl", action="store_true", help="run TRL's GRPOTrainer beside each")
+    parser.add_argument("--sides", default=ROLEPOOL, help="rolepool, trl, or rolepool,trl")
+    parser.add_argument("--from", action="append", default=[], type=Path, dest="others")
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")
     parser.add_argument("--limit", type=float, default=600, help="seconds for all runs together")
     options = parser.parse_intermixed_args()
@@ -218,9 +237,12 @@ def main() -> int:
         name, _, keys = variant.partition(":")
         for seed in map(int, options.seeds.split(",")):
             words = [*options.words, *filter(None, keys.split(";"))]
-            for side in (ROLEPOOL, TRL) if options.trl else (ROLEPOOL,):
+            for side in options.sides.split(","):
                 runs.append(Run(name, seed, side, words, options.out / name / str(seed)))
     curves = run_all(runs, options.at_once, options.limit, options.out)
+    for other in options.others:
+        content = json.loads((other / "curves.json").read_text(encoding="utf-8"))
+        curves += [_curve_of(entry) for entry in content]
     show(curves)
     draw(curves, options.out / "curves.png")
     return int(any(not curve.validations for curve in curves))
