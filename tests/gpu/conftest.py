@@ -61,7 +61,9 @@ def background(
         for name, training in _trainings_of(item).items():
             assert wanted.setdefault(name, training) == training, f"two trainings named {name!r}"
     for name, training in wanted.items():
-        assert training.replays is None or training.replays in wanted, f"{name}: mark what it replays"
+        assert training.replays is None or training.replays in wanted, (
+            f"{name}: mark what it replays"
+        )
     started = Trainings(wanted, tmp_path_factory.mktemp("trainings"))
     request.config.stash[BACKGROUND] = started
     yield started
@@ -130,5 +132,3 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     )
     yield
     dist.destroy_process_group()
-
-

@@ -179,7 +179,9 @@ def differences(expected: Outcome, found: Outcome) -> list[str]:
 def worst_of(expected: Outcome, found: Outcome) -> str:
     """For each metric its largest difference, for a look at the tolerances."""
     worst = {
-        name: max(abs(found.metrics[step][name] - row[name]) for step, row in expected.metrics.items())
+        name: max(
+            abs(found.metrics[step][name] - row[name]) for step, row in expected.metrics.items()
+        )
         for name in COMPARED
     }
     return ", ".join(f"{name} {difference:.1e}" for name, difference in worst.items())

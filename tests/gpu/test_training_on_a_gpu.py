@@ -4,13 +4,12 @@ doing the same."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -30,16 +29,6 @@ pytestmark = pytest.mark.gpu
 ROWS, PROMPT, RESPONSE, VOCABULARY = 16, 96, 160, 32_000
 BF16_NOISE = 0.05
 """Relative difference of gradients that two right ways of computing them in 16 bits may have."""
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

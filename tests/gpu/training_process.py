@@ -127,7 +127,9 @@ def train(name: str, training: dict[str, Any], order: dict[str, Any]) -> dict[st
     folder = Path(order["folder"]) / name
     words = keys_of(training, folder, order)
     if training["kills"]:
-        outcome = load_benchmark("chaos").run(folder / "run", without_folder(words), training["kills"])
+        outcome = load_benchmark("chaos").run(
+            folder / "run", without_folder(words), training["kills"]
+        )
         return {"gap_s": outcome.seconds, "restarts": outcome.restarts}
     if training["moves"]:
         moves = load_benchmark("moves")

@@ -217,9 +217,7 @@ class Trainings:
             end_tree(process)
             self._running.discard(process)
 
-    def _start_process(
-        self, log: Path, wanted: Mapping[str, Training]
-    ) -> subprocess.Popen[bytes]:
+    def _start_process(self, log: Path, wanted: Mapping[str, Training]) -> subprocess.Popen[bytes]:
         assert self._demo is not None
         first = next(iter(wanted.values()))
         order = {
