@@ -27,7 +27,9 @@ from rolepool.trainer.loop import Trainer
 
 POLL_S = 0.1
 GPUS_TIMEOUT_S = 60.0
-NUM_CPUS = 12
+NUM_CPUS = 8
+"""Ray starts as many idle processes, and the largest plan has four."""
+NUM_STARTS = 3
 OBJECT_STORE_BYTES = 200 * 2**20
 NEVER = "data.val_files=null trainer.save_freq=-1 trainer.test_freq=-1 trainer.logger=[]"
 
@@ -160,6 +162,26 @@ def without_folder(words: list[str]) -> list[str]:
     return [word for word in words if not word.startswith("trainer.default_local_dir=")]
 
 
+def start_ray(num_gpus: int) -> None:
+    """Several Rays that start at the same time may choose the same port, so it is tried again."""
+    for attempt in range(1, NUM_STARTS + 1):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=NUM_CPUS,
+                num_gpus=num_gpus,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                logging_level="ERROR",
+            )
+            return
+        except Exception:
+            if attempt == NUM_STARTS:
+                raise
+            traceback.print_exc()
+            ray.shutdown()
+
+
 def await_free_gpus(num_gpus: int) -> None:
     """Ray must give the next plan the GPUs with the lowest numbers, also just after a training."""
     deadline_s = time.monotonic() + GPUS_TIMEOUT_S
@@ -173,14 +195,7 @@ def await_free_gpus(num_gpus: int) -> None:
 def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     order = json.loads(Path(sys.argv[1]).read_text())
-    ray.init(
-        address="local",
-        num_cpus=NUM_CPUS,
-        num_gpus=order["num_gpus"],
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        logging_level="ERROR",
-    )
+    start_ray(order["num_gpus"])
     for name, training in order["trainings"].items():
         folder = Path(order["folder"]) / name
         folder.mkdir()

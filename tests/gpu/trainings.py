@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -87,6 +88,8 @@ def why_not_several_ranks() -> str | None:
         )
     if os.environ.get(NCCL_SWITCH) != "1":
         return f"several ranks on one GPU need {NCCL_SWITCH}=1"
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return "Ray counts at most the GPUs that CUDA_VISIBLE_DEVICES names; unset it"
     return None
 
 
@@ -166,6 +169,9 @@ class Trainings:
     def __init__(self, wanted: Mapping[str, Training], folder: Path) -> None:
         self._folder = folder
         self._demo = make_demo(folder / "demo") if wanted else None
+        self._token_file = folder / "ray_token"
+        self._token_file.touch(mode=0o600)
+        self._token_file.write_text(secrets.token_hex(32))
         self._start_s = time.monotonic()
         self._done = {name: threading.Event() for name in wanted}
         self._outcomes: dict[str, Outcome] = {}
@@ -237,6 +243,8 @@ class Trainings:
             **(first.environment if DEVICE == "cuda" else {}),
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTHONUNBUFFERED": "1",
+            # Of several Rays that start at the same time, each would make the user's token.
+            "RAY_AUTH_TOKEN_PATH": str(self._token_file),
         }
         with log.open("wb") as output:
             return subprocess.Popen(
