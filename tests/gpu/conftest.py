@@ -42,7 +42,7 @@ def _why_skipped(item: pytest.Item) -> str | None:
     needed = _trainings_of(item)
     if not (needed and DEVICE == "cpu") and not torch.cuda.is_available():
         return "needs a CUDA device"
-    if DEVICE == "cpu" and needed and all(one.compiles for one in needed.values()):
+    if DEVICE == "cpu" and any(one.compiles for one in needed.values()):
         return "nothing is compiled for a CPU"
     if any(training.ranks > 1 for training in needed.values()):
         return why_not_several_ranks()

@@ -137,6 +137,13 @@ def test_losses_and_rewards_are_those_of_one_rank(name: str, trained: Trained) -
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.trains("tools_one_rank")
+def test_the_tool_of_the_comparison_is_called(trained: Trained) -> None:
+    rows = trained("tools_one_rank").metrics.values()
+    assert max(row["num_tool_calls/max"] for row in rows) >= 1
+    assert all(row["num_tool_errors/max"] == 0 for row in rows)
+
+
 @pytest.mark.parametrize("name", [marked(name) for name in POOLS])
 def test_responses_are_those_of_one_rank(name: str, trained: Trained) -> None:
     replayed = TRAININGS[name].replays

@@ -293,16 +293,19 @@ def lanes_of(wanted: Mapping[str, Training]) -> list[list[str]]:
     for name, training in wanted.items():
         kinds.setdefault((training.num_gpus, training.compiles), []).append(name)
     lanes: list[list[str]] = []
-    for (_, compiles), names in kinds.items():
-        # Processes that compile, or that wait for each other in NCCL, take the GPU from the rest.
-        num_lanes = len(names) if compiles else min(NUM_LANES, len(names))
+    for (num_gpus, compiles), names in kinds.items():
+        most = NUM_LANES if num_gpus == 1 else NUM_LANES_OF_SEVERAL_RANKS
+        num_lanes = len(names) if compiles else min(most, len(names))
         for number in range(num_lanes):
             lanes.append(in_order(wanted, names)[number::num_lanes])
     return lanes
 
 
 NUM_LANES = 3
-"""Processes for the trainings of one kind."""
+"""Processes for the trainings of one rank."""
+NUM_LANES_OF_SEVERAL_RANKS = 2
+"""Fewer, because a rank that waits in NCCL uses the GPU when it is its turn, so every collective
+waits for the turns of all ranks of all trainings."""
 
 
 def in_order(wanted: Mapping[str, Training], names: Iterable[str]) -> list[str]:
