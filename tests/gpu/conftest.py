@@ -16,6 +16,7 @@ from trainings import DEVICE, Outcome, Training, Trainings, why_not_several_rank
 HERE = Path(__file__).parent
 REPORT = "ROLEPOOL_GPU_TESTS_REPORT"
 """Names a file for the metrics of all trainings."""
+LOG_CHARACTERS = 20_000
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -118,7 +119,7 @@ def _report_of(outcome: Outcome) -> dict[str, object]:
         "start_s": outcome.start_s,
         "seconds": outcome.seconds,
         **outcome.more,
-        "log": outcome.log.read_text(errors="replace")[-4000:],
+        "log": outcome.log.read_text(errors="replace")[-LOG_CHARACTERS:],
         "metrics": _metrics_of(outcome),
     }
 

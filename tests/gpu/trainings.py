@@ -30,6 +30,7 @@ from typing import Any
 import psutil
 import torch
 
+from rolepool.cluster.titles import PREFIX
 from rolepool.data.demo import make_demo
 from rolepool.report.run import Run, read_run
 
@@ -42,7 +43,7 @@ LIMIT_S = 150.0
 """The time for one training. It includes the start of Python and Ray, if it is a process's first."""
 END_TIMEOUT_S = 20.0
 POLL_S = 0.2
-LOG_LINES = 40
+LOG_LINES = 60
 
 # Several ranks on one GPU
 
@@ -269,7 +270,7 @@ class Trainings:
                 problem = f"its process ended with exit code {process.returncode}"
                 result = write_failure(folder, problem)
             elif time.monotonic() - start_s > LIMIT_S:
-                ask_for_stacks(process)
+                write_stacks(process, log)
                 result = write_failure(folder, f"it did not end within {LIMIT_S:.0f} s")
             else:
                 time.sleep(POLL_S)
@@ -321,11 +322,42 @@ def write_failure(folder: Path, problem: str) -> dict[str, Any]:
     return result
 
 
-def ask_for_stacks(process: subprocess.Popen[bytes]) -> None:
-    """Its stacks are written to its log."""
+def write_stacks(process: subprocess.Popen[bytes], log: Path) -> None:
+    """Add the Python stacks of a process and of its worker processes to its log.
+
+    A worker process writes them to a file without a name (`cluster/process.py`).
+    """
     with suppress(psutil.Error):
-        psutil.Process(process.pid).send_signal(signal.SIGUSR1)
-        time.sleep(1.0)
+        own = psutil.Process(process.pid)
+        workers = [one for one in own.children(recursive=True) if is_worker(one)]
+        for one in (own, *workers):
+            one.send_signal(signal.SIGUSR1)
+        time.sleep(STACKS_S)
+        with log.open("a") as output:
+            for worker in workers:
+                output.write(f"--- {' '.join(worker.cmdline())}\n{stacks_of(worker)}\n")
+
+
+STACKS_S = 1.0
+
+
+def is_worker(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return any(word.startswith(PREFIX) for word in process.cmdline())
+    return False
+
+
+def stacks_of(process: psutil.Process) -> str:
+    for link in Path(f"/proc/{process.pid}/fd").iterdir():
+        with suppress(OSError):
+            if str(link.readlink()).endswith("(deleted)"):
+                text = link.read_bytes()[-STACKS_BYTES:].decode(errors="replace")
+                if "most recent call first" in text:
+                    return text
+    return "no stacks"
+
+
+STACKS_BYTES = 5000
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
