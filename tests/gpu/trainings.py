@@ -44,6 +44,14 @@ LIMIT_S = 150.0
 END_TIMEOUT_S = 20.0
 POLL_S = 0.2
 LOG_LINES = 60
+STACKS_S = 1.0
+"""The time in which a process writes its stacks."""
+STACKS_BYTES = 5000
+NUM_LANES = 3
+"""Processes for the trainings of one rank."""
+NUM_LANES_OF_SEVERAL_RANKS = 2
+"""Fewer, because a rank that waits in NCCL uses the GPU when it is its turn, so every collective
+waits for the turns of all ranks of all trainings."""
 
 # Several ranks on one GPU
 
@@ -203,11 +211,19 @@ class Trainings:
         """Train in one process; in another one after a failure of the process itself."""
         waiting = list(lane)
         attempt = 0
-        while waiting and not self._is_stopped:
-            attempt += 1
-            log = self._folder / f"{title}_{attempt}.log"
-            self._run_process(log, {name: lane[name] for name in waiting})
-            waiting = [name for name in waiting if name not in self._outcomes]
+        log = self._folder / f"{title}.log"
+        try:
+            while waiting and not self._is_stopped:
+                attempt += 1
+                log = self._folder / f"{title}_{attempt}.log"
+                self._run_process(log, {name: lane[name] for name in waiting})
+                waiting = [name for name in waiting if name not in self._outcomes]
+        except Exception as error:
+            log.touch()
+            for name in waiting:
+                result = write_failure(self._folder / name, f"was not started: {error!r}")
+                self._record(name, log, result, time.monotonic())
+            raise
 
     def _run_process(self, log: Path, wanted: Mapping[str, Training]) -> None:
         """Train until all have ended, or until one fails to end or takes the process with it."""
@@ -215,6 +231,8 @@ class Trainings:
         self._running.add(process)
         try:
             for name in wanted:
+                if self._is_stopped:
+                    return
                 self._await_result(name, process, log)
                 if self._outcomes[name].more.get("process_ended"):
                     return
@@ -274,9 +292,14 @@ class Trainings:
                 result = write_failure(folder, f"it did not end within {LIMIT_S:.0f} s")
             else:
                 time.sleep(POLL_S)
+        self._record(name, log, result, start_s)
+
+    def _record(self, name: str, log: Path, result: dict[str, Any], start_s: float) -> None:
+        if name in self._outcomes:
+            return
         self._outcomes[name] = Outcome(
             name=name,
-            folder=folder,
+            folder=self._folder / name,
             log=log,
             error=result.pop("error"),
             start_s=start_s - self._start_s,
@@ -287,7 +310,10 @@ class Trainings:
 
 
 def lanes_of(wanted: Mapping[str, Training]) -> list[list[str]]:
-    """Which trainings one process makes, in order. One that others replay comes first."""
+    """Which trainings one process makes, in order. One that others replay comes first.
+
+    Each training that compiles has a process of its own, because it takes longest.
+    """
     if DEVICE == "cpu":  # a few cores: one after another
         return [in_order(wanted, wanted)] if wanted else []
     kinds: dict[tuple[int, bool], list[str]] = {}
@@ -300,13 +326,6 @@ def lanes_of(wanted: Mapping[str, Training]) -> list[list[str]]:
         for number in range(num_lanes):
             lanes.append(in_order(wanted, names)[number::num_lanes])
     return lanes
-
-
-NUM_LANES = 3
-"""Processes for the trainings of one rank."""
-NUM_LANES_OF_SEVERAL_RANKS = 2
-"""Fewer, because a rank that waits in NCCL uses the GPU when it is its turn, so every collective
-waits for the turns of all ranks of all trainings."""
 
 
 def in_order(wanted: Mapping[str, Training], names: Iterable[str]) -> list[str]:
@@ -327,7 +346,7 @@ def write_stacks(process: subprocess.Popen[bytes], log: Path) -> None:
 
     A worker process writes them to a file without a name (`cluster/process.py`).
     """
-    with suppress(psutil.Error):
+    with suppress(psutil.Error, OSError):
         own = psutil.Process(process.pid)
         workers = [one for one in own.children(recursive=True) if is_worker(one)]
         for one in (own, *workers):
@@ -336,9 +355,6 @@ def write_stacks(process: subprocess.Popen[bytes], log: Path) -> None:
         with log.open("a") as output:
             for worker in workers:
                 output.write(f"--- {' '.join(worker.cmdline())}\n{stacks_of(worker)}\n")
-
-
-STACKS_S = 1.0
 
 
 def is_worker(process: psutil.Process) -> bool:
@@ -355,9 +371,6 @@ def stacks_of(process: psutil.Process) -> str:
                 if "most recent call first" in text:
                     return text
     return "no stacks"
-
-
-STACKS_BYTES = 5000
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
