@@ -22,6 +22,8 @@ LOG_CHARACTERS = 20_000
 def pytest_configure(config: pytest.Config) -> None:
     text = "trains(*names): looks at these trainings of its module's TRAININGS"
     config.addinivalue_line("markers", text)
+    if not config.pluginmanager.hasplugin("timeout"):  # some machines have plain pytest only
+        config.addinivalue_line("markers", "timeout(seconds): has no effect here")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,7 +42,10 @@ def _trainings_of(item: pytest.Item) -> dict[str, Training]:
 
 
 def _why_skipped(item: pytest.Item) -> str | None:
+    """None if it is to run. A module with a fixture `gpu` of its own decides itself."""
     needed = _trainings_of(item)
+    if hasattr(item.module, "gpu"):  # type: ignore[attr-defined]
+        return None
     if not (needed and DEVICE == "cpu") and not torch.cuda.is_available():
         return "needs a CUDA device"
     if DEVICE == "cpu" and any(one.compiles for one in needed.values()):
