@@ -41,8 +41,14 @@ class Validation(TrainerCallback):
     """Validates after the same batches as rolepool, and keeps the curves."""
 
     def __init__(
-        self, config: Config, tokenizer: Any, training: PromptSet, updates_per_batch: int
+        self,
+        config: Config,
+        tokenizer: Any,
+        training: PromptSet,
+        updates_per_batch: int,
+        result: Path,
     ) -> None:
+        self._result = result
         self._prompts = PromptSet("val", config, tokenizer)
         self._prompts.leave_out(training)
         self._tokenizer, self._updates = tokenizer, updates_per_batch
@@ -99,6 +105,20 @@ class Validation(TrainerCallback):
         self.validations[batch] = sum(means) / len(means)
         self.seconds[batch] = time.monotonic() - self.start_s
         print(f"step {batch}: validation {self.validations[batch]:.3f}", flush=True)
+        self.write()
+
+    def write(self, **more: Any) -> None:
+        """Write the curves so far, so that a run that is stopped leaves them."""
+        curves = {
+            "rewards": self.rewards,
+            "validations": self.validations,
+            "seconds": self.seconds,
+            "logged": {},
+            **more,
+        }
+        partial = self._result.with_suffix(".tmp")
+        partial.write_text(json.dumps(curves), encoding="utf-8")
+        partial.replace(self._result)
 
 
 def training_rows(config: Config, prompts: PromptSet) -> Dataset:
@@ -166,7 +186,8 @@ def main() -> None:
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     args = settings_of(config, options.result.parent / "trl")
     prompts = PromptSet("train", config, tokenizer)
-    validation = Validation(config, tokenizer, prompts, args.steps_per_generation or 1)
+    updates = args.steps_per_generation or 1
+    validation = Validation(config, tokenizer, prompts, updates, options.result)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(
             config.actor_rollout_ref.model.path, dtype=torch.float32
@@ -182,13 +203,7 @@ def main() -> None:
     logged = {
         name: [row[name] for row in trainer.state.log_history if name in row] for name in names
     }
-    curves = {
-        "rewards": validation.rewards,
-        "validations": validation.validations,
-        "seconds": validation.seconds,
-        "logged": logged,
-    }
-    options.result.write_text(json.dumps(curves), encoding="utf-8")
+    validation.write(logged=logged)
 
 
 if __name__ == "__main__":

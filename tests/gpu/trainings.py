@@ -184,6 +184,8 @@ class Trainings:
         self._start_s = time.monotonic()
         self._done = {name: threading.Event() for name in wanted}
         self._outcomes: dict[str, Outcome] = {}
+        # Of all processes, because those that replay a training are in other processes.
+        self._replayed = sorted({one.replays for one in wanted.values() if one.replays})
         self._running: set[subprocess.Popen[bytes]] = set()
         self._is_stopped = False
         for number, lane in enumerate(lanes_of(wanted)):
@@ -251,7 +253,7 @@ class Trainings:
             "folder": str(self._folder),
             "demo": str(self._demo.folder),
             "trainings": {name: asdict(training) for name, training in wanted.items()},
-            "replayed": sorted({one.replays for one in wanted.values() if one.replays}),
+            "replayed": self._replayed,
             "limit_s": LIMIT_S,
         }
         order_file = log.with_suffix(".json")
