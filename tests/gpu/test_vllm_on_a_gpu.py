@@ -3,7 +3,6 @@ available, so a small substitute (tests/gpu/vllm_substitute) takes vLLM's place.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,9 @@ import torch
 from rolepool.rollout.engine import Request, Sampling
 from rolepool.rollout.sampling import sample_seed
 from rolepool.rollout.transformers_engine import TransformersEngine
-from rolepool.rollout.vllm_engine import VllmEngine
+from rolepool.rollout.vllm_engine import VllmEngine, start_vllm
 from tiny_models import make_model, write_model
+from vllm_pythons import substitute_python
 
 pytestmark = pytest.mark.gpu
 
@@ -23,26 +23,14 @@ SAMPLED = Sampling(
 REQUESTS = [Request([3 + index, 5, 7], sample_seed(0, index, 0)) for index in range(6)]
 
 
-@pytest.fixture
-def python(tmp_path: Path) -> str:
-    """A Python that has the substitute."""
-    here, source = Path(__file__).parent / "vllm_substitute", Path(__file__).parents[2] / "src"
-    paths = ":".join(map(str, (here, source, *sys.path)))
-    script = tmp_path / "python"
-    script.write_text(f'#!/bin/sh\nPYTHONPATH="{paths}" exec {sys.executable} "$@"\n')
-    script.chmod(0o755)
-    return str(script)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_new_weights_reach_the_other_process_as_handles_of_gpu_memory(
-    tmp_path: Path, python: str, tied: bool
+    tmp_path: Path, tied: bool
 ) -> None:
     folder = write_model(tmp_path / "model", "qwen2", tie_word_embeddings=tied)
     arguments = {"model": folder, "dtype": "float32", "enable_sleep_mode": True}
-    engine = VllmEngine(
-        python, arguments, make_model("qwen2", tie_word_embeddings=tied), gpu="cuda"
-    )
+    client = start_vllm(substitute_python(tmp_path), arguments, gpu="cuda")
+    engine = VllmEngine(client, make_model("qwen2", tie_word_embeddings=tied), gpu="cuda")
     try:
         for version in (1, 2):
             trained = make_model("qwen2", seed=version, tie_word_embeddings=tied).cuda()
@@ -62,4 +50,4 @@ def test_new_weights_reach_the_other_process_as_handles_of_gpu_memory(
                 )
     finally:
         engine.close()
-    assert engine._process.returncode == 0
+    assert client.process.returncode == 0
