@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rolepool.rollout import Engine, NativeEngine, Request, Sampling
 from rolepool.rollout.transformers_engine import TransformersEngine
-from rolepool.rollout.vllm_engine import VllmEngine
+from rolepool.rollout.vllm_engine import VllmEngine, start_vllm
 
 MODELS = {
     "0.15M": {
@@ -144,7 +144,8 @@ def make_engines(
             "max_num_seqs": num_slots,
         }
         arguments |= {"enforce_eager": True, "enable_prefix_caching": False}
-        engines["vllm engine"] = VllmEngine(vllm_python, arguments, copy.deepcopy(model))
+        client = start_vllm(vllm_python, arguments)
+        engines["vllm engine"] = VllmEngine(client, copy.deepcopy(model))
     return engines
 
 

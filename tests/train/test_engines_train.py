@@ -3,7 +3,6 @@ other weights."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from rolepool.config import load_config
 from rolepool.data.demo import Demo
 from rolepool.errors import WorkerError
 from rolepool.report.run import read_run
-from rolepool.trainer.loop import Trainer
+from rolepool.trainer.loop import Observer, Trainer
 from tiny_models import write_model
+from vllm_pythons import NO_REAL_PYTHON, REAL_PYTHON, substitute_python
 
 TRANSFORMERS = "actor_rollout_ref.rollout.name=transformers"
 PADDED = "actor_rollout_ref.model.use_remove_padding=false"
@@ -25,12 +25,8 @@ TENSOR_PARALLEL = [
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
 ]
 NO_VALIDATION = ["trainer.val_before_train=false", "data.val_files=[]"]
-VLLM_PYTHON = Path(
-    os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm/bin/python")
-)
-NEEDS_VLLM = pytest.mark.skipif(
-    not VLLM_PYTHON.exists(), reason="needs .venv-vllm (scripts/setup_vllm.sh)"
-)
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+NEEDS_VLLM = pytest.mark.skipif(not REAL_PYTHON.exists(), reason=NO_REAL_PYTHON)
 STALE_ENGINE = """
 from rolepool.rollout.transformers_engine import TransformersEngine
 
@@ -112,8 +108,8 @@ def test_vllm_trains_beside_the_other_roles(demo: Demo, tmp_path: Path, keys: li
     """The demo's model has heads of 32 numbers, which vLLM needs."""
     more = [
         *keys,
-        "actor_rollout_ref.rollout.name=vllm",
-        f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}",
+        VLLM,
+        f"actor_rollout_ref.rollout.vllm_python={REAL_PYTHON}",
     ]
     more += [
         "trainer.total_training_steps=3",
@@ -126,13 +122,61 @@ def test_vllm_trains_beside_the_other_roles(demo: Demo, tmp_path: Path, keys: li
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
 
 
+def with_substitute(folder: Path, **variables: object) -> list[str]:
+    """Keys of a short run with a substitute for vLLM, in all roles' one process."""
+    folder.mkdir()
+    python = substitute_python(folder, **variables)
+    return [
+        VLLM,
+        f"actor_rollout_ref.rollout.vllm_python={python}",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "trainer.total_training_steps=2",
+        *ONE_RANK,
+        *NO_VALIDATION,
+    ]
+
+
+class Impatient(Observer):
+    """Lets vLLM start as soon as the run says that it waits for it."""
+
+    def __init__(self, signal: Path) -> None:
+        self.signal = signal
+        self.lines: list[str] = []
+
+    def on_notice(self, line: str) -> None:
+        if line.startswith("waiting for vLLM to start ("):
+            self.lines.append(line)
+            self.signal.touch()
+
+
+def test_vllm_starts_while_the_other_roles_load(demo: Demo, tmp_path: Path) -> None:
+    """vLLM does not start before all other roles are there. If one of them waited for it, the run
+    would end with an error after two minutes."""
+    signal = tmp_path / "go on"
+    keys = with_substitute(tmp_path / "vllm", VLLM_SUBSTITUTE_WAITS_FOR=signal)
+    trainer = Trainer(load_config([], small_keys(demo, tmp_path / "run", *keys)))
+    trainer.observer = observer = Impatient(signal)
+    trainer.run()
+    assert observer.lines
+    assert [row["training/global_step"] for row in rows_of(tmp_path / "run")] == [1, 2]
+
+
+def test_a_start_of_vllm_that_fails_ends_the_run_with_one_line(demo: Demo, tmp_path: Path) -> None:
+    keys = with_substitute(tmp_path / "vllm", VLLM_SUBSTITUTE_FAILS="no room for this model")
+    with pytest.raises(WorkerError) as caught:
+        run(*small_keys(demo, tmp_path / "run", *keys))
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("vLLM could not start: ValueError: no room for this model; ")
+    assert not (tmp_path / "run").exists(), "nothing is written before everything has started"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=NEEDS_VLLM)])
 def test_the_demo_learns_under_another_engine(engine: str, demo: Demo, tmp_path: Path) -> None:
     words = [
         f"actor_rollout_ref.rollout.name={engine}",
-        f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}",
+        f"actor_rollout_ref.rollout.vllm_python={REAL_PYTHON}",
     ]
     page = (RECIPES.parent / "docs" / "engines.md").read_text(encoding="utf-8")
     assert f"rolepool train recipes/demo_split.yaml {words[0]}\n" in page

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from test_demo import RECIPES, start
-from test_engines_train import NEEDS_VLLM, VLLM_PYTHON
+from test_engines_train import NEEDS_VLLM
 from test_extending import TWO_STEPS, rolepool
 from train_helpers import SPLIT, rows_of, small_keys
 
 from rolepool.data.demo import Demo
+from vllm_pythons import REAL_PYTHON
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 KEYS = [f"{TURNS}.enable=true", f"{TURNS}.max_turn_tokens=2", "data.max_response_length=8"]
@@ -70,7 +71,7 @@ def test_vllm_trains_conversations(demo: Demo, tmp_path: Path) -> None:
     """Its log-probs of all turns are those of the actor, or the parity check would stop the run."""
     vllm = [
         "actor_rollout_ref.rollout.name=vllm",
-        f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}",
+        f"actor_rollout_ref.rollout.vllm_python={REAL_PYTHON}",
     ]
     row, *_ = trained_rows(
         demo, tmp_path, *CLASS, *vllm, "actor_rollout_ref.rollout.calculate_log_probs=true"

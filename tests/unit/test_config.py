@@ -99,6 +99,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "fallback": None,
         "engine_kwargs.vllm": {},
         "vllm_python": ".venv-vllm/bin/python",
+        "vllm_start_timeout_s": 1800,
         "parity_check": None,
         "parity_limit": None,
         "n": 1,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +25,10 @@ from rolepool.protocol import ragged
 from rolepool.protocol.worker import WorkerContext
 from rolepool.rollout import NativeEngine, Request, Sampling, sample_seed
 from rolepool.rollout.transformers_engine import TransformersEngine, transformers_engine
-from rolepool.rollout.vllm_engine import VllmEngine, file_weights
+from rolepool.rollout.vllm_engine import VllmEngine, file_weights, start_vllm
 from tiny_models import SETTINGS, config_of, make_model, write_model
+from vllm_pythons import NO_REAL_PYTHON, REAL_PYTHON
 
-VLLM_PYTHON = Path(
-    os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm/bin/python")
-)
 SAMPLED = Sampling(
     1.0, 1.0, -1, do_sample=True, max_new_tokens=20, ignore_eos=True, stop_token_ids=()
 )
@@ -68,7 +65,7 @@ def test_the_transformers_engine_keeps_the_contract(model_type: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm (scripts/setup_vllm.sh)")
+@pytest.mark.skipif(not REAL_PYTHON.exists(), reason=NO_REAL_PYTHON)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", ["qwen2", "llama"])
 def test_the_vllm_engine_keeps_the_contract(tmp_path: Path, model_type: str, tied: bool) -> None:
@@ -85,13 +82,14 @@ def test_the_vllm_engine_keeps_the_contract(tmp_path: Path, model_type: str, tie
         "max_num_seqs": 4,
         "enforce_eager": True,
     }
-    engine = VllmEngine(str(VLLM_PYTHON), arguments, make_model(model_type, **sizes))
+    client = start_vllm(str(REAL_PYTHON), arguments)
+    engine = VllmEngine(client, make_model(model_type, **sizes))
     try:
         # Its kernels for CPUs round more: 2.5e-4 was seen with temperature 0.7, top-k and top-p.
         check_engine(engine, make_model(model_type, **sizes), make_requests(), tolerance=5e-4)
     finally:
         engine.close()
-    assert engine._process.returncode == 0, "it ends by itself"
+    assert client.process.returncode == 0, "it ends by itself"
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "gemma2", "qwen3_moe", "mixtral"])

@@ -46,6 +46,8 @@ ENGINES = {
     "vllm": "rolepool.rollout.vllm_engine:vllm_engine",
 }
 """The functions that make rolepool's own rollout engines."""
+ENGINES_WITH_A_PROCESS = ("vllm",)
+"""Those of them that start a process beside the rollout's, which takes a while."""
 OTHER_ENGINES = ("sglang", "trtllm")
 """Engines that scripts of other trainers name and that rolepool cannot run yet."""
 

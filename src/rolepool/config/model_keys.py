@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import BeforeValidator, Field, Strict, field_validator
 
 from rolepool.config.base import (
     Count,
@@ -196,6 +196,16 @@ class EngineKwargsConfig(Section):
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's LLM class, for example {enable_prefix_caching: false}."""
 
+    @field_validator("vllm")
+    @classmethod
+    def _check_vllm(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        if "gpu_memory_utilization" in arguments:
+            raise ValueError(
+                "vLLM must not measure free memory while other roles load; set "
+                "actor_rollout_ref.rollout.gpu_memory_utilization, or kv_cache_memory_bytes here"
+            )
+        return arguments
+
 
 class MultiTurnConfig(Section):
     enable: bool = False
@@ -225,6 +235,8 @@ class RolloutConfig(Section):
     engine_kwargs: EngineKwargsConfig
     vllm_python: str = ".venv-vllm/bin/python"
     """The Python of vLLM's environment, which scripts/setup_vllm.sh makes."""
+    vllm_start_timeout_s: Positive = 1800.0
+    """How long vLLM may take to start. It starts while the models of other roles are loaded."""
     parity_check: bool | None = None
     """Compare the engine's log-probs of 64 tokens with the actor's in every step, and stop if they
     differ. null does so for all engines except native. Not possible with top_p, top_k, or greedy

@@ -53,6 +53,13 @@ class Rollout(ModelRole):
         self.conversations = conversations_of(config)
         """What runs the environment; None if a response has one turn."""
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def await_engine(self, wait_s: float) -> str | None:
+        """Wait at most so long for an engine that starts beside other roles. Returns what it still
+        waits for; None if it can be used."""
+        await_start = getattr(self.engine, "await_start", None)  # a user's class may not have it
+        return None if await_start is None else await_start(wait_s)
+
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
         blocking=False,

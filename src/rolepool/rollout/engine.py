@@ -109,6 +109,11 @@ class Engine(Protocol):
     version: int
     """Version of the weights that it generates with."""
 
+    def await_start(self, wait_s: float) -> str | None:
+        """Wait at most so long until the engine can be used. Returns what it still waits for, such
+        as a process that starts; None if it can be used."""
+        return None
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in the order of requests."""
 

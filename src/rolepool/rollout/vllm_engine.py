@@ -3,19 +3,16 @@ of its own.
 
 vLLM needs other versions of torch and transformers than rolepool. So the two exchange tokens
 through a socket. New weights are passed on as a file in shared memory or, on a GPU, as handles of
-the memory in which they are (CUDA IPC). Owns that process and what it is told. What runs in it is
-`vllm_process`.
+the memory in which they are (CUDA IPC). Owns what vLLM is told. The process and the socket are the
+business of `vllm_client`.
 """
 
-import os
+import math
 import socket
-import subprocess
 import tempfile
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count, islice
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +23,27 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from rolepool.config import Config
-from rolepool.errors import ConfigError, RolepoolError
+from rolepool.config.model_files import ShapeUnknown
+from rolepool.errors import ConfigError
+from rolepool.placement import ParallelDims, Role
+from rolepool.placement.estimate import BF16, cache_room, generation_memory, shape_of
 from rolepool.protocol.worker import WorkerContext
 from rolepool.rollout.engine import ABILITIES, Completion, Request, Sampling, StreamedEngine
 from rolepool.rollout.tensor_parallel import TensorParallel
+from rolepool.rollout.vllm_client import START_TIMEOUT_S, VllmClient
+from rolepool.units import show_bytes
 
-_SCRIPT = Path(__file__).with_name("vllm_process.py")
-_MISLEADING_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "PYTHONPATH",
-)
-"""Variables of this process that would mislead vLLM."""
-_DEFAULT_VARIABLES = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-"""Variables that vLLM gets unless this process has them."""
 _FIXED_ARGUMENTS = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
 """Arguments that rolepool relies on: tokens only, and log-probs after temperature, top-k and
 top-p."""
 _STEPS_AT_ONCE = 8
 """Decode steps after which waiting requests join."""
 _SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+_BLOCK_TOKENS = 16
+"""Tokens in a block of vLLM's cache. A sequence takes whole blocks."""
+_LEAST_UTILIZATION = 0.01
+"""vLLM does not start if less than this fraction of the GPU is free. Nothing else depends on it,
+because the size of the cache is given in bytes."""
 
 
 def vllm_engine(
@@ -77,23 +67,71 @@ def vllm_engine(
         "max_num_seqs": keys.max_num_seqs,
         "max_num_batched_tokens": max(keys.max_num_batched_tokens, length),
         "enforce_eager": keys.enforce_eager or on_cpu,
-        "gpu_memory_utilization": keys.gpu_memory_utilization,
         "enable_sleep_mode": not on_cpu,
     }
+    if not on_cpu:
+        # Otherwise vLLM would measure which memory is free, while other roles allocate and free it.
+        arguments["gpu_memory_utilization"] = _LEAST_UTILIZATION
+        arguments["kv_cache_memory_bytes"] = _cache_bytes(config, context.dims, load_model)
     arguments |= keys.engine_kwargs.vllm
-    model = load_model()
-    has_experts = any(".experts." in name for name, _ in model.named_parameters())
-    if on_cpu and has_experts:
-        problem = "vLLM cannot take new weights of a model with experts on a CPU"
-        raise ConfigError(f"actor_rollout_ref.rollout.name=vllm: {problem}; use transformers")
-    port = _shared_port(context)
-    return VllmEngine(
-        keys.vllm_python,
-        arguments,
-        model,
-        gpu=None if on_cpu else context.device,
-        group=(context.tp_rank, context.dims.tp, port),
-    )
+    group = (context.tp_rank, context.dims.tp, _shared_port(context))
+    gpu = None if on_cpu else context.device
+    client = start_vllm(keys.vllm_python, arguments, gpu, group, keys.vllm_start_timeout_s)
+    try:
+        model = load_model()
+        has_experts = any(".experts." in name for name, _ in model.named_parameters())
+        if on_cpu and has_experts:
+            problem = "vLLM cannot take new weights of a model with experts on a CPU"
+            raise ConfigError(f"actor_rollout_ref.rollout.name=vllm: {problem}; use transformers")
+        return VllmEngine(client, model, gpu)
+    except BaseException:
+        client.close()
+        raise
+
+
+def start_vllm(
+    python: str,
+    arguments: Mapping[str, Any],
+    gpu: str | None = None,
+    group: tuple[int, int, int] = (0, 1, 0),
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> VllmClient:
+    """Start vLLM with what rolepool relies on in addition to `arguments`, and do not wait for it.
+    With `gpu`, the name of a device, new weights will come as handles of its memory."""
+    needed: dict[str, Any] = dict(_FIXED_ARGUMENTS)
+    if gpu is not None:
+        needed["weight_transfer_config"] = {"backend": "ipc"}
+    return VllmClient(python, {**arguments, **needed}, group, start_timeout_s)
+
+
+def _cache_bytes(config: Config, dims: ParallelDims, load_model: Callable[[], nn.Module]) -> int:
+    """The size of the KV cache on this process's GPU: room for `max_num_seqs` sequences of full
+    length, or what `gpu_memory_utilization` leaves beside the weights, if that is less."""
+    keys = config.actor_rollout_ref.rollout
+    _, total_bytes = torch.cuda.mem_get_info()
+    share_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction())
+    try:
+        shape = shape_of(config, Role.Rollout)
+    except ShapeUnknown:
+        num_params = sum(parameter.numel() for parameter in load_model().parameters())
+        weights_bytes = BF16 * num_params // dims.tp
+        free_bytes = share_bytes - weights_bytes
+        return cache_room(share_bytes, free_bytes, weights_bytes, keys.gpu_memory_utilization)
+    memory = generation_memory(config, shape, dims, keys.max_num_seqs, limit=None, room=None)
+    free_bytes = share_bytes - memory.weights
+    room_bytes = cache_room(share_bytes, free_bytes, memory.weights, keys.gpu_memory_utilization)
+    length = config.data.max_prompt_length + config.data.max_response_length
+    # One block more for each sequence, because vLLM keeps one block for itself.
+    tokens_in_blocks = _BLOCK_TOKENS * (math.ceil(length / _BLOCK_TOKENS) + 1)
+    wanted_bytes = memory.kv_cache * tokens_in_blocks // length
+    least_bytes = wanted_bytes // keys.max_num_seqs
+    if room_bytes < least_bytes:
+        key = f"actor_rollout_ref.rollout.gpu_memory_utilization={keys.gpu_memory_utilization:g}"
+        raise ConfigError(
+            f"{key}: {show_bytes(room_bytes)} of the pool's {show_bytes(share_bytes)} remain for "
+            f"vLLM's KV cache, and one sequence needs {show_bytes(least_bytes)}; raise it"
+        )
+    return min(room_bytes, wanted_bytes)
 
 
 def _shared_port(context: WorkerContext) -> int:
@@ -107,49 +145,26 @@ def _shared_port(context: WorkerContext) -> int:
 
 
 class VllmEngine(StreamedEngine):
-    """Generates with vLLM in a process that `python`, the Python of vLLM's environment, runs.
+    """Generates with vLLM in the process of `client`, which may still be starting.
 
-    `arguments` are those of vLLM's class LLM. New weights are collected and checked in `model`, in
-    host memory. With `gpu`, the name of a device, `model` is on that GPU while they arrive, and
-    takes no memory at other times. `group` is the rank in a tensor-parallel group, its size, and a
-    port of this node at which its ranks meet.
+    New weights are collected and checked in `model`, in host memory. With `gpu`, the name of a
+    device, `model` is on that GPU while they arrive, and takes no memory at other times.
     """
 
-    def __init__(
-        self,
-        python: str,
-        arguments: dict[str, Any],
-        model: nn.Module,
-        gpu: str | None = None,
-        group: tuple[int, int, int] = (0, 1, 0),
-    ) -> None:
+    def __init__(self, client: VllmClient, model: nn.Module, gpu: str | None = None) -> None:
         super().__init__(model if gpu is None else model.to("meta"))
+        self._client = client
         self._gpu = gpu
         self.numbers = count()
         """The numbers of requests, of all sessions."""
         self.abilities = set(ABILITIES)
-        if not arguments.get("enable_sleep_mode"):
+        if not client.arguments.get("enable_sleep_mode"):
             self.abilities.remove("sleep")
-        ours, theirs = socket.socketpair()
-        environment = {
-            name: value for name, value in os.environ.items() if name not in _MISLEADING_VARIABLES
-        }
-        self._process = subprocess.Popen(
-            [str(Path(python).expanduser()), "-P", str(_SCRIPT), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={
-                **_DEFAULT_VARIABLES,
-                **environment,
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            },
-        )
-        theirs.close()
-        self._connection: Any = Connection(ours.detach())
-        self.close = weakref.finalize(self, _end, self._connection, self._process)
-        transfer = {}
-        if gpu is not None:
-            transfer = {"weight_transfer_config": {"backend": "ipc"}}
-        self.ask("start", {**arguments, **_FIXED_ARGUMENTS, **transfer}, *group)
+        self.ask = client.ask
+        self.close = client.close
+
+    def await_start(self, wait_s: float) -> str | None:
+        return self._client.await_start(wait_s)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         with self.session(sampling) as session:
@@ -215,20 +230,6 @@ class VllmEngine(StreamedEngine):
         if "sleep" in self.abilities:
             self.ask("wake", "weights", "kv_cache")
 
-    def ask(self, name: str, *arguments: Any) -> Any:
-        """The answer of vLLM's process to a call."""
-        try:
-            self._connection.send((name, arguments))
-            answer, problem = self._connection.recv()
-        except (EOFError, OSError):
-            code = self._process.wait()
-            raise RolepoolError(
-                f"vLLM's process ended with exit code {code}; its output says why"
-            ) from None
-        if problem is not None:
-            raise RuntimeError(f"vLLM failed in `{name}`:\n{problem}")
-        return answer
-
 
 class _Session:
     """Requests to vLLM with one way to choose tokens."""
@@ -281,11 +282,3 @@ def _handle_of(weight: Tensor, uuid: str) -> tuple[str, list[int], dict[str, Any
     dtype = str(weight.dtype).removeprefix("torch.")
     _, handle = reduce_tensor(weight)
     return dtype, list(weight.shape), {uuid: handle}
-
-
-def _end(connection: Any, process: "subprocess.Popen[bytes]") -> None:
-    """End vLLM's process, which stops by itself when the connection closes."""
-    connection.close()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=10)
-    process.kill()

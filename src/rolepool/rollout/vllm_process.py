@@ -2,13 +2,15 @@
 
     python -P vllm_process.py FD
 
-Reads calls from the socket FD and answers each, until the socket closes. Owns what vLLM is asked to
-do. That environment does not have rolepool, so this file imports nothing from it, and all arguments
-are plain data.
+Reads calls from the socket FD and answers each. Ends when the socket closes, also while vLLM starts.
+Owns what vLLM is asked to do. That environment does not have rolepool, so this file imports nothing
+from it, and all arguments are plain data.
 """
 
 import os
+import select
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -19,6 +21,10 @@ from safetensors.torch import load_file
 from vllm import LLM, SamplingParams  # is in the other environment
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+_SLEEP_TAGS = {"weights", "kv_cache"}
+_OTHERS_ALLOCATED = "Memory usage increased after sleeping"
+_LONGEST_SUMMARY = 500
 
 
 class Server:
@@ -48,19 +54,19 @@ class Server:
 
     def submit(self, requests: Sequence[tuple[int, list[int], dict[str, Any]]]) -> None:
         """Add requests: the number of each, its prompt and its settings."""
+        common = {
+            "logprobs": 0,  # of the sampled token only
+            "detokenize": False,
+            "ignore_eos": True,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
         for number, prompt, settings in requests:
-            params = SamplingParams(
-                logprobs=0,
-                detokenize=False,
-                ignore_eos=True,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                **settings,
-            )
+            params = SamplingParams(**{**common, **settings})
             self._engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
 
     def run(self, num_steps: int) -> list[tuple[int, list[int], list[float]]]:
         """Decode so many times. Returns number, tokens and log-probs of the requests that have
-        ended."""
+        ended; no log-probs if the settings of a request say `logprobs: None`."""
         ended = []
         while num_steps > 0 and self._engine.has_unfinished_requests():
             num_steps -= 1
@@ -68,8 +74,10 @@ class Server:
             for output in self._engine.step():
                 sample = output.outputs[0]
                 tokens = list(sample.token_ids)
-                entries = zip(tokens, sample.logprobs, strict=True)
-                log_probs = [entry[token].logprob for token, entry in entries]
+                log_probs = []
+                if sample.logprobs is not None:
+                    entries = zip(tokens, sample.logprobs, strict=True)
+                    log_probs = [entry[token].logprob for token, entry in entries]
                 ended.append((int(output.request_id), tokens, log_probs))
         return ended
 
@@ -100,8 +108,16 @@ class Server:
         self._llm.reset_prefix_cache()
 
     def sleep(self) -> None:
-        self._llm.sleep(level=1)
-        self._asleep = {"weights", "kv_cache"}
+        try:
+            self._llm.sleep(level=1)
+        except AssertionError as error:
+            # vLLM 0.32 looks at the free memory of the whole GPU after it has freed its own, and
+            # fails if another process has allocated more meanwhile. All that it did not do then is
+            # to note that it sleeps.
+            if _OTHERS_ALLOCATED not in str(error):
+                raise
+            self._engine.model_executor.sleeping_tags |= _SLEEP_TAGS
+        self._asleep = set(_SLEEP_TAGS)
 
     def wake(self, *tags: str) -> None:
         """Wake up those of the tags that are asleep, in this order."""
@@ -119,8 +135,19 @@ def _reload(worker: Any, file: str) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
+def _end_with(fd: int) -> None:
+    """End this process when the engine's end of the socket closes."""
+    hang_up = select.poll()
+    hang_up.register(fd, select.POLLHUP)
+    hang_up.poll()
+    os._exit(0)
+
+
 def main() -> None:
-    connection: Any = Connection(int(sys.argv[1]))
+    fd = int(sys.argv[1])
+    # vLLM may take minutes to start, and would hold the GPU's memory for an engine that has gone.
+    threading.Thread(target=_end_with, args=(fd,), daemon=True).start()
+    connection: Any = Connection(fd)
     server = Server()
     while True:
         try:
@@ -130,7 +157,11 @@ def main() -> None:
         try:
             connection.send((getattr(server, name)(*arguments), None))
         except Exception as error:
-            connection.send((None, "".join(traceback.format_exception(error))))
+            details = "".join(traceback.format_exception(error))
+            if name == "start":
+                sys.stderr.write(details)
+            summary = " ".join(f"{type(error).__name__}: {error}".split())
+            connection.send((None, (summary[:_LONGEST_SUMMARY], details)))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from transformers.utils.hub import cached_file
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import Config
-from rolepool.config.functions import import_object, policy_losses
+from rolepool.config.functions import ENGINES_WITH_A_PROCESS, import_object, policy_losses
 from rolepool.config.model_keys import RewardModelModelConfig
 from rolepool.config.stop_tokens import read_stop_tokens, united
 from rolepool.data.prompts import PromptSet, load_tokenizer, reward_texts
@@ -50,6 +50,8 @@ class Inputs(NamedTuple):
 
 WEIGHTS_PER_CALL = 16
 """Tensors in one call of a weight sync, which is about two layers."""
+ENGINE_POLL_S = 10.0
+"""While engines start, the console says so once in this time."""
 
 
 def build_roles(
@@ -59,9 +61,11 @@ def build_roles(
     dtype: torch.dtype = torch.float32,
     reward: Reward | None = None,
     num_helpers: int = 1,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Roles:
     """Build every role that its pool does not have yet, all pools at the same time, and wait until
-    they are ready. A rule reward gets this number of helper processes.
+    they are ready. A rule reward gets this number of helper processes. `tell` gets lines about what
+    the build waits for.
 
     Raises ConfigError if a node does not have a model folder, because its processes would look for
     it on the hub.
@@ -84,7 +88,8 @@ def build_roles(
         num_steps, dtype, micro_batches, stop_token_ids, tokenizer.pad_token_id, policy_loss, reward
     )
     proxies: dict[Role, RoleProxy] = {}
-    for role, spec in ROLE_SPECS.items():
+    for role in _build_order(config):
+        spec = ROLE_SPECS[role]
         if role in plan.roles:
             dims = plan.dims_of(config, role)
             name, worker, group = str(role), spec.worker, cluster.groups[plan.roles[role]]
@@ -101,10 +106,33 @@ def build_roles(
     for proxy in proxies.values():
         proxy.ready.get()
     ready: dict[str, RoleProxy] = {
-        role: proxy.with_blocking(False) for role, proxy in proxies.items()
+        role: proxies[role].with_blocking(False) for role in ROLE_SPECS if role in proxies
     }
+    await_engines(ready[Role.Rollout], tell)
     sync = sync_here if plan.roles[Role.Actor] == plan.roles[Role.Rollout] else sync_across
     return Roles(ready, sync(ready[Role.Actor], ready[Role.Rollout]))
+
+
+def _build_order(config: Config) -> list[Role]:
+    """The roles in the order in which a process builds them. An engine with a process of its own
+    comes first, because it starts while the other roles load."""
+    order = list(ROLE_SPECS)
+    if config.actor_rollout_ref.rollout.engine in ENGINES_WITH_A_PROCESS:
+        order.remove(Role.Rollout)
+        order.insert(0, Role.Rollout)
+    return order
+
+
+def await_engines(rollout: RoleProxy, tell: Callable[[str], None]) -> None:
+    """Wait until the engines of all ranks have started. `tell` gets a line now and then."""
+    wait_s = 0.0
+    while True:
+        answers = rollout.await_engine(wait_s).get()
+        waiting = [answer for answer in answers if answer is not None]
+        if not waiting:
+            return
+        tell(waiting[0])
+        wait_s = ENGINE_POLL_S
 
 
 def stop_tokens_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

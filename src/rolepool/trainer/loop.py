@@ -245,7 +245,13 @@ class Trainer:
 
     def _build_roles(self) -> None:
         self.roles = build_roles(
-            self.cluster, self.config, self.num_steps, self.dtype, self.reward, self.num_helpers
+            self.cluster,
+            self.config,
+            self.num_steps,
+            self.dtype,
+            self.reward,
+            self.num_helpers,
+            tell=self.observer.on_notice,
         )
 
     def _train(self) -> None:
