@@ -59,12 +59,14 @@ def test_weights_gradients_and_buffers_of_an_update_are_what_fsdp2_allocates(
 def test_activations_of_a_sharded_model_are_those_of_a_whole_one(
     role: str, num_shards: int, recomputes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """3,500 tokens have as many logits as exist at a time: with more, the plan's bound is higher than
+    what is allocated, because pieces have equal sizes."""
     run = replace(
         ACTOR,
         role=role,
         num_ranks=num_shards,
         num_shards=num_shards,
-        num_tokens=4096,
+        num_tokens=3500,
         num_micro_batches=2,
         recomputes=recomputes,
     )

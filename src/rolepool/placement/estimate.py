@@ -222,16 +222,20 @@ class HeldModel:
             logits = max(self._logit_bytes(num_logit_tokens), head_gradient)
             head = FP32 * shape.embedding_params + logits + hidden
 
+        fp32_of_layer = FP32 * shape.layer_params
         if is_sharded:
             # The next layer is gathered during a backward pass; gradients of the layer exist in 16
             # bits, and those of the layer before, while ranks add them up, in fp32.
             copies_in_head = outside + layer
             copies_in_last = outside + 3 * layer
-            copies_in_layer = outside + 3 * layer + FP32 * shape.layer_params
+            copies_in_layer = copies_in_last + fp32_of_layer
         else:
+            # The copies outside of the layers are freed after the head's backward pass, and those
+            # of a layer after its own. Its gradients become fp32.
+            kept_copies = layer if recomputes else shape.num_layers * layer
             copies_in_head = self.gathered_bytes if recomputes else BF16 * self.num_params
-            copies_in_last = copies_in_head
-            copies_in_layer = self.gathered_bytes
+            copies_in_last = kept_copies + fp32_of_layer
+            copies_in_layer = layer + fp32_of_layer
 
         def moment(copies: int, gradients: int, activations: int, logits: int = 0) -> RoleMemory:
             return replace(
