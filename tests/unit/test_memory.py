@@ -366,7 +366,9 @@ def test_more_shards_hold_less_each() -> None:
         least_of(Role.Actor, f"{DEEPSEEK} trainer.n_gpus_per_node=4"),
     )
     assert four.optimizer == 2 * eight.optimizer == 2 * 4 * 6_910_365_696 // 4
-    assert four.gradients == 2 * eight.gradients
+    # What is not divided is the same: gradients outside of the layers before ranks add them up.
+    whole = [memory.gradients - memory.optimizer // 2 for memory in (eight, four)]
+    assert whole == [6 * (2 * 102400 * 4096 + 4096)] * 2
     assert four.activations == eight.activations
 
 
@@ -459,15 +461,20 @@ def test_checkpointing_keeps_every_layers_input_instead_of_its_activations() -> 
 
 def test_activations_and_logits_grow_with_the_micro_batch_and_logits_only_up_to_a_bound() -> None:
     key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
-    one, four, eight = (least_of(Role.Actor, f"{DEEPSEEK} {key}={rows}") for rows in (1, 4, 8))
-    of_head, of_token = 102400 * 4096, 102400 * 2 + 4096 * (2 + 2)
-    assert four.activations == 4 * one.activations
-    assert least_of(Role.Actor, DEEPSEEK) == one
-    assert (one.logits, four.logits) == (
-        512 * of_token + 4 * of_head,
-        4 * 512 * of_token + 4 * of_head,
+    one, two, three, eight = (
+        least_of(Role.Actor, f"{QWEN} {key}={rows}") for rows in (1, 2, 3, 8)
     )
-    assert eight.logits == 2 * LOGITS_AT_ONCE + 4 * of_head + 8 * 512 * 4096 * (2 + 2)
+    of_head, of_token = 151936 * 896, 151936 * 2 + 896 * (2 + 2)
+    assert 3 * two.activations == 2 * three.activations
+    assert least_of(Role.Actor, QWEN) == one
+    assert one.logits == (4 + 2) * of_head + 512 * 896 * (2 + 2), (
+        "the head's gradient in 16 bits takes more than so few logits"
+    )
+    assert (two.logits, three.logits) == (
+        2 * 512 * of_token + 4 * of_head,
+        3 * 512 * of_token + 4 * of_head,
+    )
+    assert eight.logits == 2 * LOGITS_AT_ONCE + 4 * of_head + 8 * 512 * 896 * (2 + 2)
 
 
 def test_dynamic_batches_are_counted_by_their_tokens() -> None:
