@@ -36,7 +36,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rolepool.config import Config, load_config
 from rolepool.placement import Plan, build_plan
@@ -116,14 +115,11 @@ class Layout:
     """Few new tokens, because each one needs many slow exchanges."""
 
 
-FSDP_SIZE = (
-    "actor_rollout_ref.actor.fsdp_config.fsdp_size=2",
-    "critic.model.fsdp_config.fsdp_size=2",
-)
+FSDP_SIZE = ("actor_rollout_ref.actor.fsdp_config.fsdp_size=2",)
 LAYOUTS = {
     "fsdp-2": Layout(2, 2),
     "fsdp-4": Layout(4, 4, recomputes=True),
-    "hsdp-2x2": Layout(4, 4, FSDP_SIZE),
+    "hsdp-2x2": Layout(4, 4, FSDP_SIZE, is_ppo=False),
     "pools-2+2": Layout(
         4, 2, ("placement.strategy=split", "placement.split.actor_gpus_per_node=2")
     ),
@@ -137,16 +133,16 @@ LAYOUTS = {
 }
 SHAPES = {"0.5b": "qwen2.5-0.5b", "1.5b": "qwen2.5-1.5b", "tiny": "qwen2-tiny"}
 SAMPLES = 8
-RECOMPUTING_SHARES = {"0.5b": 0.09, "1.5b": 0.16, "tiny": 0.5}
+RECOMPUTING_SHARES = {"0.5b": 0.07, "1.5b": 0.15, "tiny": 0.5}
 """Shares of the GPU in which kept activations do not fit, so that the plan chooses to recompute
 them, with room to spare."""
 
 
 def sharded_case(shape: str, name: str, device: str) -> Case:
-    """Rows of 512 tokens, and two micro-batches of 8,192 tokens on every rank."""
+    """Rows of 512 tokens, and two micro-batches of 4,096 tokens on every rank."""
     layout = LAYOUTS[name]
     is_tiny = shape == "tiny"
-    length, pass_tokens = (32, 128) if is_tiny else (512, 8192)
+    length, pass_tokens = (32, 128) if is_tiny else (512, 4096)
     new_tokens = length // 4
     if layout.short:
         new_tokens = length // 16
@@ -309,7 +305,7 @@ class Rank:
     planned_gib: float
     measured_gib: float
     percent: float
-    """Measured more (+) or less (-) than planned, in percent of what was measured."""
+    """How much more (+) or less (-) was planned, in percent of what was measured."""
     is_close: bool
     reserved_gib: float
     roles: dict[str, tuple[float, float]]
@@ -349,7 +345,7 @@ def ranks_of(run: Run, estimate: MemoryEstimate) -> list[Rank]:
                 rank,
                 planned_gib=in_gib(planned),
                 measured_gib=in_gib(most),
-                percent=round(100 * (most - planned) / max(most, 1), 1),
+                percent=round(100 * (planned - most) / max(most, 1), 1),
                 is_close=abs(planned - most) <= ALLOWED * most,
                 reserved_gib=in_gib(reserved[place]),
                 roles=roles,
@@ -542,13 +538,16 @@ def finish(running: Running, problem: str = "") -> Result:
     return result
 
 
-def stop(running: Running) -> None:
-    """End a case and what it started: first with a signal, so that its Ray ends, too."""
+def stop(all_running: Sequence[Running]) -> None:
+    """End cases and what they started: first with a signal that lets each end its Ray."""
     for number, wait_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        with suppress(ProcessLookupError):
-            os.killpg(running.process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            running.process.wait(wait_s)
+        for running in all_running:
+            with suppress(ProcessLookupError):
+                os.killpg(running.process.pid, number)
+        deadline = time.monotonic() + wait_s
+        for running in all_running:
+            with suppress(subprocess.TimeoutExpired):
+                running.process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def measure_several(options: argparse.Namespace) -> list[Result]:
@@ -585,8 +584,8 @@ def measure_several(options: argparse.Namespace) -> list[Result]:
                 break
             time.sleep(POLL_S)
     finally:
+        stop(running)
         for one in running:
-            stop(one)
             keep(finish(one, f"not ended within --limit {options.limit:g} s"))
     for prepared in waiting:
         keep(Result(prepared.name, error=f"not started within --limit {options.limit:g} s"))
@@ -599,13 +598,13 @@ def show(result: Result, has_gpu: bool) -> None:
         beyond = "not alone" if result.beyond_gib is None else f"{result.beyond_gib} per process"
         print(f"  GPU in use at most {result.gpu_in_use_gib} GiB, beyond reserved: {beyond}")
     for rank in result.ranks:
-        verdict = ""
+        comparison = "(the process: a CPU has no allocator to ask)"
         if has_gpu:
             verdict = "within 15%" if rank.is_close else "MORE THAN 15%"
+            comparison = f"{rank.percent:+6.1f}%  {verdict}  reserved {rank.reserved_gib:.2f}"
         print(
             f"  {rank.pool}/{rank.rank}: planned {rank.planned_gib:6.2f}  measured "
-            f"{rank.measured_gib:6.2f}  {rank.percent:+6.1f}%  {verdict}  "
-            f"reserved {rank.reserved_gib:.2f}"
+            f"{rank.measured_gib:6.2f}  {comparison}"
         )
         roles = (
             f"{role} {planned:.2f}/{measured:.2f}"
@@ -631,7 +630,10 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--at-once", type=int, default=1, help="cases side by side, at most")
     parser.add_argument(
-        "--memory", type=float, default=125, help="GiB that the plans of running cases may add up to"
+        "--memory",
+        type=float,
+        default=125,
+        help="GiB that the plans of running cases may add up to",
     )
     parser.add_argument("--limit", type=float, default=290, help="seconds for all cases")
     parser.add_argument("--json", type=Path, help="write all figures to this file")

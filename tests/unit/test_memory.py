@@ -461,9 +461,7 @@ def test_checkpointing_keeps_every_layers_input_instead_of_its_activations() -> 
 
 def test_activations_and_logits_grow_with_the_micro_batch_and_logits_only_up_to_a_bound() -> None:
     key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
-    one, two, three, eight = (
-        least_of(Role.Actor, f"{QWEN} {key}={rows}") for rows in (1, 2, 3, 8)
-    )
+    one, two, three, eight = (least_of(Role.Actor, f"{QWEN} {key}={rows}") for rows in (1, 2, 3, 8))
     of_head, of_token = 151936 * 896, 151936 * 2 + 896 * (2 + 2)
     assert 3 * two.activations == 2 * three.activations
     assert least_of(Role.Actor, QWEN) == one

@@ -12,8 +12,6 @@ from dataclasses import replace
 import pytest
 from fake_ranks import FakeRun, peaks
 
-from rolepool.placement.estimate import GIB
-
 TOLERANCE = 0.01
 """Shards are rounded up, and a few small tensors are not counted."""
 
@@ -45,7 +43,6 @@ def test_weights_gradients_and_buffers_of_an_update_are_what_fsdp2_allocates(
 ) -> None:
     """With few tokens almost everything is weights and what is exchanged of them."""
     measured = peaks(run, monkeypatch)
-    print({phase: round(size / GIB, 3) for phase, size in measured.items()})
     assert run.planned_update == pytest.approx(measured["update"], rel=TOLERANCE)
     assert run.held.scoring(run.num_tokens).working == pytest.approx(
         measured["score"], rel=TOLERANCE
