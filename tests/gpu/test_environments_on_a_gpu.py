@@ -3,20 +3,32 @@ bits."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
-from test_engines_on_a_gpu import demo, one_ray, trained_rows
+from test_engines_on_a_gpu import CHECKED, NUM_STEPS
 from test_rollout_on_a_gpu import GREEDY, SAMPLED, make_engine, make_model, make_requests
+from trainings import Outcome, Training
 
 from engine_contract import in_turns, largest_difference
-from rolepool.data.demo import Demo
 from rolepool.rollout import Completion, Sampling
 from same_tokens import token_ids
 
-__all__ = ["demo", "one_ray"]
 pytestmark = pytest.mark.gpu
+
+TURNS = "actor_rollout_ref.rollout.multi_turn"
+LOOKUP = "rolepool.recipes.environments.lookup"
+CONVERSATIONS = f"""
+{CHECKED} {TURNS}.enable=true {TURNS}.max_assistant_turns=3 {TURNS}.max_turn_tokens=2
+{TURNS}.format={LOOKUP}:parse_question environment.name={LOOKUP}:Lookup
+"""
+TRAININGS = {
+    "tool_in_one_pool": Training(f"{CONVERSATIONS} placement.strategy=standard"),
+    "tool_in_two_pools": Training(
+        f"{CONVERSATIONS} placement.strategy=split placement.split.share=0.5"
+    ),
+}
 
 
 def assert_nearly_all_equal(got: list[Completion], expected: list[Completion]) -> None:
@@ -52,17 +64,16 @@ def test_calls_and_sessions_of_one_engine_do_not_disturb_each_other() -> None:
     assert_nearly_all_equal(engine.generate(requests, SAMPLED), before)
 
 
-@pytest.mark.usefixtures("one_ray")
-@pytest.mark.parametrize("placement", ["standard", "split placement.split.share=0.5"])
-def test_conversations_with_a_tool_are_trained(placement: str, demo: Demo, tmp_path: Path) -> None:
-    turns = "actor_rollout_ref.rollout.multi_turn"
-    words = [f"{turns}.enable=true", f"{turns}.max_assistant_turns=3", f"{turns}.max_turn_tokens=2"]
-    module = "rolepool.recipes.environments.lookup"
-    words += [f"{turns}.format={module}:parse_question", f"environment.name={module}:Lookup"]
-    words += f"placement.strategy={placement}".split()
-    rows = trained_rows(demo, tmp_path, *words)
-    assert len(rows) == 2 and all(
-        row["num_turns/mean"] >= 1 and row["num_tool_errors/max"] == 0 for row in rows
-    )
-    assert all(row["actor/grad_norm"] > 0 for row in rows)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.trains(name)) for name in TRAININGS]
+)
+def test_conversations_with_a_tool_are_trained(
+    name: str, trained: Callable[[str], Outcome]
+) -> None:
+    rows = list(trained(name).metrics.values())
+    assert len(rows) == NUM_STEPS
+    for row in rows:
+        assert row["num_turns/mean"] >= 1
+        assert row["num_tool_errors/max"] == 0
+        assert row["actor/grad_norm"] > 0
     assert max(row["num_tool_calls/max"] for row in rows) >= 1

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rolepool.config import Config, load_config
@@ -41,16 +40,6 @@ def small_share() -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(SHARE)
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
 
 
 def batch(num_rows: int = ROWS, width: int = WIDTH) -> DataProto:

@@ -47,3 +47,14 @@ def test_nothing_is_said_about_a_good_task_and_truncated_responses_are_named() -
     assert signal_of(*groups).advice() == []
     (line,) = signal_of(*groups, truncated=4).advice()
     assert line.startswith("sums: 50% of the responses reach data.max_response_length=8")
+
+
+def test_scores_that_hardly_differ_are_no_signal_and_are_named_if_the_algorithm_divides_by_their_deviation() -> (
+    None
+):
+    source = Source(groups=[[0.0, 0.01], [0.0, 0.0], [0.0, 1.0], [1.0, 0.99]], lengths=[3] * 8)
+    assert source.mixed == pytest.approx(1 / 4)
+    assert source.nearly_equal == pytest.approx(2 / 4)
+    warned = Signal({"words": source}, 2, 10, 1.0, divides_by_std=True).advice()
+    assert any("norm_adv_by_std_in_grpo=false" in line and "50%" in line for line in warned)
+    assert not Signal({"words": source}, 2, 10, 1.0).advice()

@@ -27,8 +27,11 @@ from rolepool.trainer.rows import question_of
 
 DEFAULT_SAMPLES = 8
 """Responses to each prompt if rollout.n is 1, because one response has nothing to differ from."""
-FEW_MIXED, MANY_TRUNCATED, TOO_EASY = 0.2, 0.1, 0.9
+FEW_MIXED, MANY_TRUNCATED, TOO_EASY, MANY_NEARLY_EQUAL = 0.2, 0.1, 0.9, 0.1
 """Shares from which something is said about them."""
+SMALL_DIFFERENCE = 0.05
+"""Scores that differ by no more than this are called nearly equal, as 0 and the 0.01 that some
+verifiers give for any answer."""
 MAX_CHARACTERS = 120
 
 
@@ -57,7 +60,16 @@ class Source:
     @property
     def mixed(self) -> float:
         """The share of prompts whose responses have different scores."""
-        return float(np.mean([max(scores) > min(scores) for scores in self.groups]))
+        return self._share_of_differences(SMALL_DIFFERENCE, np.inf)
+
+    @property
+    def nearly_equal(self) -> float:
+        """The share of prompts whose responses have scores that differ, but hardly."""
+        return self._share_of_differences(0.0, SMALL_DIFFERENCE)
+
+    def _share_of_differences(self, more_than: float, at_most: float) -> float:
+        differences = [max(scores) - min(scores) for scores in self.groups]
+        return float(np.mean([more_than < difference <= at_most for difference in differences]))
 
     @property
     def truncated(self) -> float:
@@ -72,6 +84,8 @@ class Signal:
     num_samples: int
     max_response_length: int
     tokens_per_s: float
+    divides_by_std: bool = False
+    """Whether the algorithm divides the advantages of a prompt by their standard deviation."""
 
     def as_table(self) -> Table:
         names = ("prompts", "score", f"best of {self.num_samples}", "mixed", "truncated", "tokens")
@@ -89,13 +103,19 @@ class Signal:
         lines: list[str] = []
         for name, source in self.sources.items():
             lines += [f"{name}: {line}" for line in self._advice_for(source)]
+            if self.divides_by_std and source.nearly_equal > MANY_NEARLY_EQUAL:
+                lines.append(
+                    f"{name}: in {source.nearly_equal:.0%} of the prompts scores differ by {SMALL_DIFFERENCE} or less, "
+                    "and dividing by their standard deviation makes that as strong as a right answer; set "
+                    "algorithm.norm_adv_by_std_in_grpo=false, or use a reward without such differences"
+                )
         return lines
 
     def _advice_for(self, source: Source) -> Iterable[str]:
         if source.truncated > MANY_TRUNCATED:
             share = f"{source.truncated:.0%} of the responses reach data.max_response_length={self.max_response_length}"
             yield f"{share}; if answers are cut off, raise it, and look at the stop tokens that `rolepool plan` shows"
-        if not source.mixed and source.mean <= 0:
+        if not source.mixed and source.best <= SMALL_DIFFERENCE:
             question, response, truth = source.example
             fix = "use easier prompts, another model, or a reward that finds the answer in the response"
             example = (
@@ -146,7 +166,9 @@ class _Measurement(Trainer):
             )
             self._add(found, rows, responses, scores, num_samples, limit)
         sources = dict(sorted(found.items()))
-        self.signal = Signal(sources, num_samples, limit, num_tokens / seconds)
+        algorithm = self.config.algorithm
+        divides = algorithm.adv_estimator == "grpo" and algorithm.norm_adv_by_std_in_grpo
+        self.signal = Signal(sources, num_samples, limit, num_tokens / seconds, divides)
 
     def _add(
         self,
