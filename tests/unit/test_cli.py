@@ -347,7 +347,7 @@ def test_an_inventory_with_counts_of_the_users_own_is_taken_from(rolepool: Rolep
 
 def test_the_memory_of_a_gpu_decides_the_verdict(rolepool: Rolepool) -> None:
     *plan, _ = DEEPSEEK_PLAN
-    assert "69.4 of 80.0 GiB, fits" in rolepool(*plan, "80GiB").out
+    assert "69.1 of 80.0 GiB, fits" in rolepool(*plan, "80GiB").out
     assert "of 30.0 GiB, does not fit" in rolepool(*plan, "30").out
 
 

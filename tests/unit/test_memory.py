@@ -205,34 +205,51 @@ def test_a_trained_role_is_weights_gradients_and_two_optimizer_states_in_32_bits
     assert packed == 2 * (4 * 8 + 2 * 8 + 2 * 4 + 3 * 16) == 208
     assert padded == 2 * (8 * 8 + 2 * 8 + 2 * 4 + 4 * 16)
     inputs, last_norm, gradients_of_layer = 2 * 2 * 8, (4 + 2 + 2) * 8, 2 * (2 * 8 + 16)
+    # What is outside of the layers, the last layer, its gradients, and the layer before it.
+    in_last_layer = 2 * (520 + 3 * 592)
     assert memory == RoleMemory(
-        weights=4 * 1704 // 4 + GATHERED,
+        weights=4 * 1704 // 4 + in_last_layer,
         gradients=1704,
         optimizer=2 * 1704,
         activations=1000 * (inputs + last_norm + 208 + gradients_of_layer),
         logits=2 * 256,
         idle=1704 + 2 * 1704,
     ), "the last layer's backward pass, with the head's gradient there"
-    assert memory.working == sum((1704 + GATHERED, 1704, 3408, 1000 * 368, 512))
+    assert memory.working == sum((1704 + in_last_layer, 1704, 3408, 1000 * 368, 512))
 
 
 def test_an_update_takes_what_its_worst_moment_does() -> None:
     many_logits = trained(num_logit_tokens=100)
     of_head = 100 * 32 * 2 + 256 * 4 + 100 * 8 * (2 + 2)
     assert (many_logits.activations, many_logits.logits) == (10 * (2 * 2 * 8 + 64), of_head)
-    few_tokens = trained(num_tokens=1, num_logit_tokens=0, num_shards=1)
-    of_embedding = 4 * (1704 - 2 * 592)
-    assert (few_tokens.weights, few_tokens.activations) == (4 * 1704, 0)
-    assert few_tokens.gradients == 4 * 1704 + 2 * of_embedding, (
-        "one on its way to the sum, one for all passes"
+    assert many_logits.weights == 1704 + 2 * (520 + 592), "and the last layer is gathered already"
+
+
+def with_large_vocabulary(num_shards: int, *, accumulates: bool) -> RoleMemory:
+    """An update of a scalar model with one token. Its peak is at the gradients of the embedding."""
+    shape = TINY.model_copy(update={"vocab_size": 1000})
+    held = HeldModel(shape, shape.num_scalar_head_params, num_shards, trained=True)
+    return held.training(1, recomputes=True, accumulates=accumulates)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_the_embeddings_gradient_exists_in_16_bits_and_in_32(num_shards: int) -> None:
+    outside, layers = 1000 * 8 + 2 * 8, 2 * 592
+    first, second = (
+        with_large_vocabulary(num_shards, accumulates=again) for again in (False, True)
     )
+    assert first.weights == second.weights == 4 * (outside + layers) // num_shards
+    assert first.gradients == 4 * layers // num_shards + (2 + 4) * outside
+    assert second.gradients == 4 * (outside + layers) // num_shards + (2 + 4) * outside
 
 
 def test_what_is_whole_on_one_gpu_is_copied_and_not_gathered() -> None:
     kept, recomputed = (
         trained(num_tokens=1000, num_shards=1, recomputes=again) for again in (False, True)
     )
-    assert (kept.weights, recomputed.weights) == ((4 + 2) * 1704, 4 * 1704 + GATHERED)
+    gradients = 4 * 592
+    assert kept.weights == 4 * 1704 + 2 * 2 * 592 + gradients, "a copy of each layer"
+    assert recomputed.weights == 4 * 1704 + 2 * 592 + gradients
     frozen = scoring(num_logit_tokens=0, num_shards=1)
     assert frozen.weights == frozen.idle == 2 * 1704
 
@@ -247,6 +264,7 @@ def test_gradients_of_earlier_passes_count_where_there_are_several() -> None:
         "of all layers, when the backward pass has come to the first"
     )
     assert first_layer.activations == 40 * (208 + 64)
+    assert first_layer.weights == 4 * 1704 + (2 + 4) * 592, "only its copy is still there"
 
 
 def test_a_mini_batch_that_one_pass_holds_is_not_accumulated() -> None:
@@ -275,6 +293,12 @@ def test_a_scoring_role_is_16_bit_weights_and_one_forward_pass() -> None:
     )
 
 
+def test_a_sharded_model_with_few_tokens_needs_most_when_its_weights_are_gathered() -> None:
+    """The embedding and the first layer, and the buffers that they were gathered into."""
+    held = HeldModel(TINY, 1704, num_shards=2)
+    assert held.scoring(1) == RoleMemory(weights=1704 + 2 * 2 * (520 + 592), idle=1704)
+
+
 def generating(num_sequences: int, cache_bytes: int | None, num_ranks: int) -> RoleMemory:
     """A rollout of the tiny model with prompts of 2 tokens and responses of 8, which has these
     bytes for its cache."""
@@ -296,6 +320,7 @@ def generating(num_sequences: int, cache_bytes: int | None, num_ranks: int) -> R
 
 
 def test_a_rollout_is_16_bit_weights_and_the_cache_of_all_its_sequences() -> None:
+    """Logits stay with the CUDA graph of a decode step, which tensor-parallel ranks do not have."""
     weights = 2 * (520 + 1184 // 2)  # embedding, head and last norm whole, half of the layers
     logits = 3 * 32 * 2
     prefill = 6 * 2 * (2 * 8 + (2 * 8 + 2 * 4 + 4 * 16) // 2)
@@ -304,8 +329,10 @@ def test_a_rollout_is_16_bit_weights_and_the_cache_of_all_its_sequences() -> Non
         kv_cache=3 * 10 * 32,
         activations=prefill,
         logits=logits,
-        idle=weights + logits,
+        idle=weights,
     )
+    alone = generating(num_sequences=3, cache_bytes=None, num_ranks=1)
+    assert alone.idle == 2 * 1704 + logits
 
 
 @pytest.mark.parametrize(("room", "cache"), [(1000, 1000), (10_000, 10 * 10 * 32), (0, 10 * 32)])
@@ -339,7 +366,9 @@ def test_more_shards_hold_less_each() -> None:
         least_of(Role.Actor, f"{DEEPSEEK} trainer.n_gpus_per_node=4"),
     )
     assert four.optimizer == 2 * eight.optimizer == 2 * 4 * 6_910_365_696 // 4
-    assert four.gradients == 2 * eight.gradients
+    # What is not divided is the same: gradients outside of the layers before ranks add them up.
+    whole = [memory.gradients - memory.optimizer // 2 for memory in (eight, four)]
+    assert whole == [6 * (2 * 102400 * 4096 + 4096)] * 2
     assert four.activations == eight.activations
 
 
@@ -432,15 +461,18 @@ def test_checkpointing_keeps_every_layers_input_instead_of_its_activations() -> 
 
 def test_activations_and_logits_grow_with_the_micro_batch_and_logits_only_up_to_a_bound() -> None:
     key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
-    one, four, eight = (least_of(Role.Actor, f"{DEEPSEEK} {key}={rows}") for rows in (1, 4, 8))
-    of_head, of_token = 102400 * 4096, 102400 * 2 + 4096 * (2 + 2)
-    assert four.activations == 4 * one.activations
-    assert least_of(Role.Actor, DEEPSEEK) == one
-    assert (one.logits, four.logits) == (
-        512 * of_token + 4 * of_head,
-        4 * 512 * of_token + 4 * of_head,
+    one, two, three, eight = (least_of(Role.Actor, f"{QWEN} {key}={rows}") for rows in (1, 2, 3, 8))
+    of_head, of_token = 151936 * 896, 151936 * 2 + 896 * (2 + 2)
+    assert 3 * two.activations == 2 * three.activations
+    assert least_of(Role.Actor, QWEN) == one
+    assert one.logits == (4 + 2) * of_head + 512 * 896 * (2 + 2), (
+        "the head's gradient in 16 bits takes more than so few logits"
     )
-    assert eight.logits == 2 * LOGITS_AT_ONCE + 4 * of_head + 8 * 512 * 4096 * (2 + 2)
+    assert (two.logits, three.logits) == (
+        2 * 512 * of_token + 4 * of_head,
+        3 * 512 * of_token + 4 * of_head,
+    )
+    assert eight.logits == 2 * LOGITS_AT_ONCE + 4 * of_head + 8 * 512 * 896 * (2 + 2)
 
 
 def test_dynamic_batches_are_counted_by_their_tokens() -> None:

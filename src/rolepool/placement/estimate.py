@@ -149,10 +149,29 @@ class HeldModel:
         return self.num_params - self.shape.num_layers * self.shape.layer_params
 
     @property
+    def outside_copy_bytes(self) -> int:
+        """16-bit weights of what is in no layer. They exist during the whole pass."""
+        return BF16 * self.outside_params
+
+    @property
+    def layer_copy_bytes(self) -> int:
+        """16-bit weights of one layer."""
+        return BF16 * self.shape.layer_params
+
+    @property
     def gathered_bytes(self) -> int:
-        """Unsharded 16-bit weights: those outside the layers for the whole pass, the current layer
-        and the next one."""
-        return BF16 * (self.outside_params + 2 * self.shape.layer_params)
+        """16-bit weights in a forward pass: those outside of the layers, the current layer, and the
+        buffer that a layer is gathered into."""
+        return self.outside_copy_bytes + 2 * self.layer_copy_bytes
+
+    @property
+    def gathering_bytes(self) -> int:
+        """The most 16-bit weights of a sharded model that a forward pass starts with.
+
+        The buffer into which the weights outside of the layers were gathered still exists when the
+        first layer has its weights.
+        """
+        return 2 * (self.outside_copy_bytes + self.layer_copy_bytes)
 
     @property
     def layer_activation_bytes(self) -> int:
@@ -176,72 +195,110 @@ class HeldModel:
         16-bit copy for it. With `accumulates` a mini-batch has several micro-batches, and gradients
         of earlier ones exist all the time.
         """
-        shape, num_logit_tokens, loaded = (
-            self.shape,
-            int(num_tokens * self.logit_share),
-            self.loaded,
-        )
-        gradients = loaded.weights
-        earlier = gradients if accumulates else 0
-        copies = (
-            self.gathered_bytes if recomputes or self.num_shards > 1 else BF16 * self.num_params
-        )
-        one_layer = num_tokens * self.layer_activation_bytes
+        shape = self.shape
+        loaded = self.loaded
+        is_sharded = self.num_shards > 1
+        num_logit_tokens = int(num_tokens * self.logit_share)
+        all_gradients = loaded.weights
+        earlier = all_gradients if accumulates else 0
+        outside, layer = self.outside_copy_bytes, self.layer_copy_bytes
+
         # After the forward pass: all layers' activations, or only their inputs; and those of the
         # last norm, which is not compiled: its input in fp32, and 16-bit outputs before and after
         # its weights.
-        kept = shape.num_layers * (
-            num_tokens * BF16 * shape.hidden_size if recomputes else one_layer
-        )
+        one_layer = num_tokens * self.layer_activation_bytes
+        kept_of_layer = num_tokens * BF16 * shape.hidden_size if recomputes else one_layer
+        kept = shape.num_layers * kept_of_layer
         kept += num_tokens * (FP32 + 2 * BF16) * shape.hidden_size
-        layer_gradients = num_tokens * BF16 * (2 * shape.hidden_size + shape.mlp_width)
+        in_layer = num_tokens * BF16 * (2 * shape.hidden_size + shape.mlp_width)
+        recomputed = one_layer if recomputes else 0
+
         head = head_gradient = 0
         if num_logit_tokens:
             head_gradient = BF16 * shape.embedding_params
-            # The head's gradient in fp32, logits (their gradients replace them), hidden states and
-            # their gradients.
+            # The head's gradient in fp32; then either logits (their gradients replace them) or the
+            # head's gradient in 16 bits; hidden states and their gradients.
             hidden = 2 * BF16 * num_logit_tokens * shape.hidden_size
-            head = FP32 * shape.embedding_params + self._logit_bytes(num_logit_tokens) + hidden
-        outside, outside_shard = (
-            FP32 * self.outside_params,
-            FP32 * self.outside_params // self.num_shards,
+            logits = max(self._logit_bytes(num_logit_tokens), head_gradient)
+            head = FP32 * shape.embedding_params + logits + hidden
+
+        fp32_of_layer = FP32 * shape.layer_params
+        if is_sharded:
+            # The next layer is gathered during a backward pass; gradients of the layer exist in 16
+            # bits, and those of the layer before, while ranks add them up, in fp32.
+            copies_in_head = outside + layer
+            copies_in_last = outside + 3 * layer
+            copies_in_layer = copies_in_last + fp32_of_layer
+        else:
+            # The copies outside of the layers are freed after the head's backward pass, and those
+            # of a layer after its own. Its gradients become fp32.
+            kept_copies = layer if recomputes else shape.num_layers * layer
+            copies_in_head = self.gathered_bytes if recomputes else BF16 * self.num_params
+            copies_in_last = kept_copies + fp32_of_layer
+            copies_in_layer = layer + fp32_of_layer
+
+        def moment(copies: int, gradients: int, activations: int, logits: int = 0) -> RoleMemory:
+            return replace(
+                loaded,
+                weights=loaded.weights + copies,
+                gradients=gradients,
+                activations=activations,
+                logits=logits,
+            )
+
+        all_but_outside = max(
+            earlier, all_gradients - FP32 * self.outside_params // self.num_shards
         )
-        # Gradients, activations and logits in the backward pass of the head, of the last layer and
-        # of the first layer.
-        in_pass = replace(loaded, weights=loaded.weights + copies)
-        in_last, in_first = (
-            kept + layer_gradients + (one_layer if recomputes else 0),
-            one_layer + layer_gradients,
-        )
-        all_but_outside = max(earlier, gradients - outside_shard)
-        peaks = [
-            replace(in_pass, gradients=earlier, activations=kept, logits=head),
-            replace(in_pass, gradients=earlier, activations=in_last, logits=head_gradient),
-            replace(in_pass, gradients=all_but_outside, activations=in_first, logits=head_gradient),
+        in_last = kept + in_layer + recomputed
+        # The backward pass of the head, of the last layer, of the layer before it, of the first
+        # layer, and the gradients of what is outside of the layers.
+        moments = [
+            moment(copies_in_head, earlier, kept, head),
+            moment(copies_in_last, earlier, in_last, head_gradient),
+            moment(copies_in_layer, all_but_outside, one_layer + in_layer, head_gradient),
+            moment(0, all_but_outside + self._outside_gradient_bytes(head_gradient), 0),
         ]
-        # The embedding's fp32 gradient, before it is reduced over ranks and added to earlier ones.
-        at_embedding = gradients + outside + (outside_shard if accumulates else 0)
-        return max(
-            *peaks, replace(loaded, gradients=at_embedding), key=lambda memory: memory.working
-        )
+        if is_sharded:
+            before_last = in_last - kept_of_layer
+            moments.append(moment(copies_in_layer, earlier, before_last, head_gradient))
+            moments.append(moment(self.gathering_bytes, earlier, 0))
+        return max(moments, key=lambda memory: memory.working)
+
+    def _outside_gradient_bytes(self, head_gradient: int) -> int:
+        """The most that the last gradients need, those of embedding, last norm and head.
+
+        They are computed in 16 bits and then become fp32. If the model is sharded, ranks add them
+        up, and each keeps its shard of the sum.
+        """
+        in_16_bits, in_fp32 = BF16 * self.outside_params, FP32 * self.outside_params
+        most = in_16_bits + in_fp32
+        if self.num_shards > 1:
+            of_embedding = BF16 * self.shape.embedding_params
+            # The 16-bit weights are still there, and so are the fp32 gradients of the first layer.
+            before = self.outside_copy_bytes + FP32 * self.shape.layer_params
+            most = max(most, before + head_gradient + of_embedding)
+            most = max(most, in_fp32 + in_fp32 // self.num_shards)
+        return most
 
     def scoring(self, num_tokens: int) -> RoleMemory:
-        """The peak of a forward pass: in the MLP of a layer, or at the logits after the last
-        layer."""
-        shape, num_logit_tokens, loaded = (
-            self.shape,
-            int(num_tokens * self.logit_share),
-            self.loaded,
-        )
-        gathered = self.gathered_bytes if self.trained or self.num_shards > 1 else 0
+        """The peak of a forward pass: in the MLP of a layer, or at the logits after the last layer.
+        With few tokens it is at the start, when the weights of a sharded model are gathered."""
+        shape = self.shape
+        loaded = self.loaded
+        num_logit_tokens = int(num_tokens * self.logit_share)
         optimizer = 0 if self.fsdp.optimizer_offload else loaded.optimizer
-        in_pass = replace(loaded, weights=loaded.weights + gathered, optimizer=optimizer)
+        loaded = replace(loaded, optimizer=optimizer)
+        gathered = self.gathered_bytes if self.trained or self.num_shards > 1 else 0
+        in_pass = replace(loaded, weights=loaded.weights + gathered)
         in_mlp = BF16 * num_tokens * (2 * shape.hidden_size + 3 * shape.mlp_width)
         after = BF16 * (num_tokens + num_logit_tokens) * shape.hidden_size
-        at_logits = replace(in_pass, activations=after, logits=self._logit_bytes(num_logit_tokens))
-        return max(
-            replace(in_pass, activations=in_mlp), at_logits, key=lambda memory: memory.working
-        )
+        moments = [
+            replace(in_pass, activations=in_mlp),
+            replace(in_pass, activations=after, logits=self._logit_bytes(num_logit_tokens)),
+        ]
+        if self.num_shards > 1:
+            moments.append(replace(loaded, weights=loaded.weights + self.gathering_bytes))
+        return max(moments, key=lambda memory: memory.working)
 
     def _logit_bytes(self, num_logit_tokens: int) -> int:
         return BF16 * min(num_logit_tokens * self.shape.vocab_size, LOGITS_AT_ONCE)
@@ -305,7 +362,7 @@ def generation_memory(
     Tensor parallelism splits the layers; embedding and head are whole on every rank. If there are
     fewer key-value heads than tensor-parallel ranks, several ranks hold the same head. The peak is
     in an MLP of the prefill, or at the logits of the first tokens. The logits of later tokens stay
-    with the CUDA graph of the decode step.
+    with the CUDA graph of the decode step, if there is one.
     """
     keys, prompt_tokens = config.actor_rollout_ref.rollout, config.data.max_prompt_length
     num_ranks = dims.tp
@@ -321,6 +378,8 @@ def generation_memory(
         most = cache_room(limit, room - weights, weights, keys.gpu_memory_utilization)
         kv_cache = min(kv_cache, max(one_sequence, most))
     logits = BF16 * num_sequences * shape.vocab_size
+    # The native engine does not capture the decode steps of tensor-parallel ranks.
+    has_graphs = num_ranks == 1 and not keys.enforce_eager
     # A layer's gated features still exist when the next layer computes its own.
     inner = (shape.attention_width + 4 * shape.mlp_width) // num_ranks
     prefill_tokens = min(num_sequences * prompt_tokens, keys.max_num_batched_tokens)
@@ -329,7 +388,7 @@ def generation_memory(
         kv_cache=kv_cache,
         activations=max(BF16 * prefill_tokens * (2 * shape.hidden_size + inner), logits),
         logits=logits,
-        idle=weights + logits + (0 if keys.free_cache_engine else kv_cache),
+        idle=weights + (logits if has_graphs else 0) + (0 if keys.free_cache_engine else kv_cache),
     )
 
 
