@@ -53,6 +53,20 @@ def test_a_generator_is_read_like_a_file(model: Path) -> None:
     assert rows["raw_prompt"] != other["raw_prompt"]
 
 
+def test_keys_that_name_columns_of_files_do_not_mean_a_generator(
+    model: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"question": "2 + 2 =", "result": "4", "data_source": "last_number/own"}\n')
+    columns = ("data.prompt_key=question", "data.answer_key=result")
+    config = config_of(model, f"{KEY}=['{SUMS}&size=2&seed=3','{own}']", *columns)
+    assert files.find_problems(config) == []
+    rows = prompts_of(config, "train").take(range(3))
+    assert "arithmetic problem" in rows["raw_prompt"][0][0]["content"]
+    assert rows["raw_prompt"][2] == "2 + 2 ="
+    assert [row["ground_truth"] for row in rows["reward_model"]][2] == "4"
+
+
 @pytest.mark.parametrize(
     ("response", "score"),
     [

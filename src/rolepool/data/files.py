@@ -22,7 +22,12 @@ from typing_extensions import TypedDict
 from rolepool.config import Config, show
 from rolepool.config.base import lines_of
 from rolepool.config.sources import is_demo_to_make
-from rolepool.data.reasoning_gym import check_generator, is_generator, open_generator
+from rolepool.data.reasoning_gym import (
+    check_generator,
+    is_generated,
+    is_generator,
+    open_generator,
+)
 from rolepool.data.reward_functions import PYTHON_FUNCTION, functions_of
 from rolepool.data.reward_needs import TRUTH, Need, likely_answer, missing, needs_of
 from rolepool.data.rules import RULES_WITHOUT_TRUTH, call_rule, rules_for
@@ -143,9 +148,18 @@ _HINTS = {
 }
 
 
+def _column_of(key: str, row: Row, config: Config) -> str | None:
+    """The column that a key of `COLUMN_KEYS` names. It names columns of files: the rows of a
+    generator have the same columns whatever the files have."""
+    if is_generated(row):
+        return {"data.prompt_key": "prompt", "data.answer_key": None}[key]
+    name: str | None = config.at(key)
+    return name
+
+
 def missing_column(place: str, row: Row, key: str, config: Config) -> BadRow | None:
     """The problem if the row does not have the column that this key names."""
-    name = config.at(key)
+    name = _column_of(key, row, config)
     if name is None or name in row:
         return None
     return BadRow(
@@ -160,7 +174,7 @@ def check_row(place: str, row: Row, source: str, config: Config, needs: Sequence
         problem = missing_column(place, row, key, config)
         if problem is not None:
             raise problem
-    prompt_key = config.data.prompt_key
+    prompt_key = str(_column_of("data.prompt_key", row, config))
     columns = f"(columns: {', '.join(row)})"
     try:
         _Row.model_validate({**row, "prompt": row.get(prompt_key)})
@@ -244,11 +258,13 @@ def used_columns(row: Row, source: str, config: Config) -> Row:
     """The columns that training uses: the prompt, and what rewards need. Other columns become part
     of extra_info."""
     data = config.data
-    named = (data.prompt_key, data.answer_key, "data_source", "reward_model", "extra_info")
+    prompt_key = str(_column_of("data.prompt_key", row, config))
+    answer_key = _column_of("data.answer_key", row, config)
+    named = (prompt_key, answer_key, "data_source", "reward_model", "extra_info")
     others = {name: value for name, value in row.items() if name not in named}
-    answer = {} if data.answer_key is None else {"ground_truth": row.get(data.answer_key)}
+    answer = {} if answer_key is None else {"ground_truth": row.get(answer_key)}
     return {
-        "raw_prompt": _with_system_prompt(row[data.prompt_key], data.system_prompt),
+        "raw_prompt": _with_system_prompt(row[prompt_key], data.system_prompt),
         "data_source": row.get("data_source") or source,
         "reward_model": {**(row.get("reward_model") or {}), **answer},
         "extra_info": {**others, **(row.get("extra_info") or {})},

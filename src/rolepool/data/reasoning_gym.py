@@ -7,7 +7,7 @@ generator. The package is only imported when a generator is used, because that t
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from importlib.util import find_spec
@@ -34,6 +34,12 @@ FORM = (
 
 def is_generator(path: str) -> bool:
     return path.startswith(PREFIX)
+
+
+def is_generated(row: Mapping[str, Any]) -> bool:
+    """Whether a generator has made this row."""
+    extra = row.get("extra_info")
+    return isinstance(extra, dict) and ENTRY in extra
 
 
 def open_generator(path: str, key: str) -> Sequence[dict[str, Any]]:
