@@ -495,6 +495,8 @@ def run_work(work: Work) -> dict[str, Any]:
     if name == "moves":
         moves = {step: PLACEMENTS[where].split() for step, where in MOVES.items()}
     if case is not None and case.victim == "driver":
+        if work.device == "cuda":  # a Ray of its own would count the real GPUs only
+            keys = [*keys, f"ray_kwargs.ray_init.address={_address_of_ray()}"]
         outcome = run_driver(folder, keys, work.case)
     else:
         outcome = run(folder, keys, None if is_twin else work.case, moves)
@@ -511,6 +513,10 @@ def _keys_for(name: str, work: Work, case: Case | None) -> list[str]:
     if case is not None and case.how == "stop":
         more += STALL_KEYS.split()
     return [*keys, *more]
+
+
+def _address_of_ray() -> str:
+    return str(ray.get_runtime_context().gcs_address)
 
 
 _cluster: RayCluster | None = None

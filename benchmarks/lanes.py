@@ -66,6 +66,8 @@ def share_one_gpu() -> None:
         for name, value in ONE_GPU.items():
             os.environ.setdefault(name, value)
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    # Drivers that join the Ray of a lane need no token then.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 
 def start_ray(device: str) -> None:

@@ -1,6 +1,6 @@
 """Is training deterministic, what is not, and what does `trainer.deterministic=true` cost?
 
-    python benchmarks/gpu/determinism.py --shape tiny                           on the CPU, to try the script out
+    python benchmarks/gpu/determinism.py --shape tiny --self-check              on the CPU, to try the script out
     python benchmarks/gpu/determinism.py --device cuda --shape 0.5b --limit 300 --json determinism.json
     python benchmarks/gpu/determinism.py --device cuda --shape tiny --ranks 2
 
@@ -17,6 +17,8 @@ does this:
    the key costs. Nothing else runs meanwhile.
 4. The side `off` repeats the operations with torch's warnings about operations that are not
    deterministic.
+
+With --self-check, the side `off` gets noise of its own, which must be found.
 
 The table and the file have what is known when the time is over. On a machine with one GPU all ranks
 share it, which needs NCCL 2.30 or later (`lanes.py`).
@@ -456,12 +458,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for everything")
     parser.add_argument("--no-compile", action="store_true", help="layers are not compiled")
+    parser.add_argument("--self-check", action="store_true", help="noise on the side off")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.device == "cuda":
         lanes.share_one_gpu()
     if options.no_compile:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if options.self_check:
+        os.environ["DETERMINISM_NOISE"] = "1"
     report: dict[str, Any] = {
         "options": {name: str(value) for name, value in vars(options).items()},
         "start_s": time.monotonic(),
@@ -489,6 +494,10 @@ def main() -> int:
         options.json.write_text(json.dumps(report, indent=1))
     print(f"{report['seconds']:.0f} s")
     is_good = report["problem"] is None and report["training"]["on"]["equal"]
+    if is_good and options.self_check:
+        is_good = not report["training"]["off"]["equal"]
+        is_good = is_good and not report["parts"]["off"]["actor: gradients"]["equal"]
+        print(f"self-check: the noise was {'' if is_good else 'NOT '}found")
     return 0 if is_good else 1
 
 

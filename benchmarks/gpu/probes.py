@@ -3,10 +3,15 @@ times from the same state, and fingerprints of what comes out.
 
 A fingerprint is an integer sum over the bits of a tensor, so it does not depend on the order of
 adding, and equal fingerprints mean equal bits.
+
+With the variable DETERMINISM_NOISE, losses get noise in their last bits if torch is not told to be
+deterministic. So `determinism.py --self-check` shows that differences are found.
 """
 
 from __future__ import annotations
 
+import os
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -153,6 +158,16 @@ def probe_warnings(self: ModelRole, data: DataProto, method: str) -> list[str]:
     return sorted({text for text in texts if any(word in text for word in WORDS)})
 
 
+def _with_noise(self: TrainedRole, *args: Any) -> Any:
+    loss, metrics = _loss_of_rows(self, *args)
+    if not torch.are_deterministic_algorithms_enabled():
+        loss = loss * (1 + (time.perf_counter_ns() % 1000) * 1e-6)
+    return loss, metrics
+
+
+if "DETERMINISM_NOISE" in os.environ:
+    _loss_of_rows = TrainedRole._loss_of_rows
+    TrainedRole._loss_of_rows = _with_noise  # type: ignore[method-assign]
 TrainedRole.hash_state = register(Dispatch.ONE_TO_ALL, blocking=False)(hash_state)  # type: ignore[attr-defined]
 TrainedRole.probe_gradients = register(Dispatch.DP_COMPUTE_METRIC, blocking=False)(probe_gradients)  # type: ignore[attr-defined]
 TrainedRole.probe_update = register(Dispatch.DP_COMPUTE_METRIC, blocking=False)(probe_update)  # type: ignore[attr-defined]
