@@ -595,6 +595,7 @@ class Table:
         result: dict[str, Any] = outcome.result or {}
         self.report["undisturbed"][outcome.name] = {
             "problem": outcome.problem,
+            "log": outcome.log,
             "seconds": outcome.seconds,
             "num_rows": len(result.get("rows", ())),
             "moves": result.get("moves"),
@@ -608,6 +609,7 @@ class Table:
         result: dict[str, Any] = outcome.result or {}
         entry: dict[str, Any] = {
             "problem": outcome.problem,
+            "log": outcome.log,
             "run_s": outcome.seconds,
             "noticed_s": result.get("noticed_s"),
             "replaced_s": result.get("replaced_s"),
@@ -633,6 +635,13 @@ class Table:
         self.report["total_s"] = time.monotonic() - self._start_s
         if self._file is not None:
             self._file.write_text(json.dumps(self.report, indent=1))
+
+    def print_logs(self) -> None:
+        """The end of the log of each run that did not end well."""
+        for entries in (self.report["undisturbed"], self.report["cases"]):
+            for name, entry in entries.items():
+                if entry["log"]:
+                    print(f"\n{name}: the end of its log:\n{entry['log'][-1500:]}")
 
     @property
     def num_good(self) -> int:
@@ -731,6 +740,7 @@ def main() -> int:
             on_outcome=table.add,
         )
     table.write()
+    table.print_logs()
     table.print_summary()
     return 0 if table.num_good == len(cases) else 1
 

@@ -32,6 +32,9 @@ NUM_GPUS = 4
 STORE_BYTES = 256 * 2**20
 SECONDS_BETWEEN_STARTS = 1.0
 POLL_S = 0.5
+MARK = "===== "
+"""Begins the line in a lane's log with which a job begins."""
+LOG_CHARACTERS = 6000
 ONE_GPU = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -57,6 +60,8 @@ class Outcome:
     result: Any = None
     problem: str | None = None
     seconds: float = 0.0
+    log: str = ""
+    """The end of what a job printed that did not end well."""
 
 
 def share_one_gpu() -> None:
@@ -98,6 +103,12 @@ class Lane:
         self.job: Job | None = None
         self.since_s = 0.0
 
+    @property
+    def end_of_log(self) -> str:
+        """The end of what the present job has printed so far."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return text.rpartition(MARK)[2][-LOG_CHARACTERS:]
+
     def begin(self, job: Job) -> None:
         self.job = job
         self.since_s = time.monotonic()
@@ -124,7 +135,7 @@ def _serve(connection: Connection, work: Callable[[Any], Any], log: str) -> None
             job = connection.recv()
         except EOFError:
             break
-        print(f"===== {job.name}", flush=True)
+        print(f"{MARK}{job.name}", flush=True)
         try:
             connection.send((work(job.argument), None))
         except BaseException as error:
@@ -179,8 +190,8 @@ def run_jobs(
         for lane in lanes:
             if lane.job is not None:
                 seconds = time.monotonic() - lane.since_s
-                problem = f"still running when the time was over; {lane.log}"
-                on_outcome(Outcome(lane.job.name, None, problem, seconds))
+                problem = "still running when the time was over"
+                on_outcome(Outcome(lane.job.name, None, problem, seconds, lane.end_of_log))
             lane.kill()
         for job in waiting:
             on_outcome(Outcome(job.name, None, "not run, because the time was over"))
@@ -196,11 +207,10 @@ def _outcome_of(lane: Lane, is_ready: bool, job_limit_s: float) -> Outcome | Non
             result, problem = lane.connection.recv()
         except (EOFError, OSError):
             result, problem = None, f"its process died: exit code {lane.process.exitcode}"
-        if problem is not None:
-            problem = f"{problem}; {lane.log}"
-        return Outcome(lane.job.name, result, problem, seconds)
+        log = "" if problem is None else lane.end_of_log
+        return Outcome(lane.job.name, result, problem, seconds, log)
     if seconds > job_limit_s:
         lane.kill()
-        problem = f"still running after {job_limit_s:.0f} s; {lane.log}"
-        return Outcome(lane.job.name, None, problem, seconds)
+        problem = f"still running after {job_limit_s:.0f} s"
+        return Outcome(lane.job.name, None, problem, seconds, lane.end_of_log)
     return None

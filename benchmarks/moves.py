@@ -195,8 +195,7 @@ def main() -> int:
             run_in_lane("still", [*keys, f"trainer.total_training_steps={last}"], last)
         for outcome in outcomes:
             if outcome.problem is not None:
-                log = "".join(path.read_text(errors="replace") for path in folder.glob("lane-*"))
-                print(f"{outcome.name}: {outcome.problem}; end of its log:\n{log[-3000:]}")
+                print(f"{outcome.name}: {outcome.problem}; end of its log:\n{outcome.log[-3000:]}")
     report = report_on(outcomes)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1))

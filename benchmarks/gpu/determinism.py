@@ -281,8 +281,8 @@ class Lanes:
             except EOFError:
                 problem = f"its process died: exit code {lane.process.exitcode}"
             if problem is not None:
-                log = lane.log.read_text(errors="replace")
-                raise RuntimeError(f"{side}: {name}: {problem}; end of its log:\n{log[-3000:]}")
+                log = lane.end_of_log
+                raise RuntimeError(f"{side}: {name}: {problem}; end of its log:\n{log}")
         return answers
 
     def ask_both(self, name: str, value: Any = None) -> dict[str, Any]:
@@ -403,7 +403,11 @@ def show_parts(parts: dict[str, Any]) -> None:
         for name, outcome in parts[side].items():
             if outcome["equal"]:
                 continue
-            print(f"  {side}, {name}: {outcome.get('columns') or outcome.get('by_kind')}")
+            if "columns" in outcome:
+                print(f"  {side}, {name}: {', '.join(outcome['columns'])}")
+            if "gradients" in name:
+                kinds = ", ".join(f"{kind} {count}" for kind, count in outcome["by_kind"].items())
+                print(f"  {side}, {name}: {kinds}")
     sys.stdout.flush()
 
 
