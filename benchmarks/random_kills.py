@@ -2,11 +2,13 @@
 clean error.
 
     python benchmarks/random_kills.py [--kills 100] [--seed 1]
+    python benchmarks/random_kills.py --device cuda --kills 20 --limit 300
 
 Each round starts two pools of two processes on one Ray, keeps them busy with dependent calls and
-collectives, kills one process (SIGKILL) at a random moment, and waits for the WorkerError. Prints
-how many were clean (a WorkerError that names the pid that was killed), the longest wait, and what
-was left behind. Goal: all clean, none over 5 s, nothing left.
+collectives (of NCCL with `--device cuda`; several ranks may share one GPU, see `lanes.py`), kills
+one process (SIGKILL) at a random moment, and waits for the WorkerError. Prints how many were clean
+(a WorkerError that names the pid that was killed), the longest wait, and what was left behind.
+Goal: all clean, none over 5 s, nothing left.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import threading
 import time
 from pathlib import Path
 
+import lanes
 import psutil
 import ray
 import torch
@@ -34,19 +37,19 @@ LIMIT_S = 5.0
 class Busy(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def step(self, data: DataProto) -> DataProto:
-        total = data.batch["x"].sum()
+        total = data.batch["x"].sum().to(self.device)
         dist.all_reduce(total)
         time.sleep(0.01)
-        return DataProto.from_dict({"x": data.batch["x"] + total / total})
+        return DataProto.from_dict({"x": data.batch["x"] + (total / total).cpu()})
 
 
-def one_round(randomness: random.Random) -> tuple[bool, float, str, list[int]]:
+def one_round(randomness: random.Random, device: str) -> tuple[bool, float, str, list[int]]:
     """Returns: clean, seconds from kill to error, what was raised, pids of the round's
     processes."""
     pools = ResourcePoolManager(
         {"left": [2], "right": [2]}, {Role.Actor: "left", Role.Critic: "right"}
     )
-    with Cluster(place(pools, [4], device="cpu")) as cluster:
+    with Cluster(place(pools, [4], device=device)) as cluster:
         left = cluster.groups["left"].add_role("left", Busy)
         right = cluster.groups["right"].add_role("right", Busy)
         pids = [process.pid for group in cluster.groups.values() for process in group.processes]
@@ -78,20 +81,22 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--limit", type=float, default=36_000, help="seconds; then no new round")
     options = parser.parse_args()
     randomness = random.Random(options.seed)
     torch.set_num_threads(1)
     shared_before = {path.name for path in Path("/dev/shm").iterdir()}
-    ray.init(
-        address="local",
-        num_cpus=5,
-        include_dashboard=False,
-        logging_level="WARNING",
-        log_to_driver=False,
-    )
+    if options.device == "cuda":
+        lanes.share_one_gpu()
+    lanes.start_ray(options.device)
+    deadline = time.monotonic() + options.limit
     outcomes, orphans = [], 0
     for number in range(options.kills):
-        clean, took, message, pids = one_round(randomness)
+        if time.monotonic() > deadline:
+            print(f"stopped after {number} kills, because the time was over")
+            break
+        clean, took, message, pids = one_round(randomness, options.device)
         time.sleep(0.5)
         alive = [
             pid

@@ -20,7 +20,9 @@ class Outcome(NamedTuple):
 
 
 def load_benchmark(name: str) -> ModuleType:
-    """A file of `benchmarks/` as a module."""
+    """A file of `benchmarks/` as a module. It may import its neighbours."""
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.append(str(BENCHMARKS))
     spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -29,6 +29,7 @@ from roles_for_tests import Fragile, Greedy, NeverReady
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.cluster.launch import await_all
+from rolepool.config import load_config
 from rolepool.errors import WorkerError
 from rolepool.protocol import CallFuture, DataProto, DataProtoFuture
 
@@ -295,6 +296,31 @@ def test_a_worker_that_is_killed_in_a_call_fails_that_call_and_all_that_wait_beh
     assert error_of(busy.work, within_s=2).pid == pid, "a later call fails when it is made"
     assert elsewhere.get() == [0], "another pool's call runs on"
     assert_still_works(healthy, bystander)
+
+
+def test_the_watchdog_reports_a_death_while_the_run_waits_for_another_pool(
+    shared_ray: None, tmp_path: Path
+) -> None:
+    """Rank 0 does not notice that rank 1 is dead, as in a collective of GPUs."""
+    keys = load_config([], []).config.trainer
+    with start({"awaited": [1], "dying": [2]}) as cluster:
+        cluster.start_watchdog(keys, tmp_path, lambda line: None)
+        awaited, dying = (
+            cluster.groups[name].add_role("fragile", Fragile) for name in ("awaited", "dying")
+        )
+        running = awaited.work(4 * SOON_S)
+        hanging = dying.work(600)
+        time.sleep(0.5)
+        peer = cluster.groups["dying"].processes[0].pid
+        pid = kill(cluster, "dying", rank=1)
+        error = error_of(running.get)
+        assert (error.pool, error.rank, error.pid, error.method) == ("dying", 1, pid, "work")
+        assert error.is_death
+        assert error_of(hanging.get) is error
+        wait_until(lambda: not is_running(peer), timeout_s=SOON_S)
+        # What is known already does not disturb later waits, which are longer than the first poll.
+        assert running.get() == [0]
+        assert awaited.work(1.0).get() == [0]
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ def expected(keys: list[str], one_ray: None, tmp_path_factory: pytest.TempPathFa
 
 CASES = [
     "actor0:update",
+    "actor0:update+wait",
     "reward:scoring",
     "critic:generation",
     "rollout:sync",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from ray.exceptions import RayError
 
@@ -29,6 +29,13 @@ END_TIMEOUT_S = 60.0
 MIN_CPUS = 8
 """What a local Ray counts at least, no matter how many cores there are, so that a run can move to
 more CPU slots."""
+
+
+class ProcessSettings(TypedDict):
+    """What every process of a run is told, also one that replaces a dead one."""
+
+    run_seed: int
+    deterministic: bool
 
 
 class Prepared(NamedTuple):
@@ -53,10 +60,11 @@ class Cluster(AbstractContextManager["Cluster"]):
         num_cpus: int | None = None,
         timeout_s: float = 60.0,
         run_seed: int = 1,
+        deterministic: bool = False,
     ) -> None:
         self.plan = plan
         self.groups: dict[str, WorkerGroup] = {}
-        self._run_seed = run_seed
+        self._settings = ProcessSettings(run_seed=run_seed, deterministic=deterministic)
         self._timeout_s = timeout_s
         num_processes = sum(pool.world_size for pool in plan.pools.values())
         # One CPU more than processes, for tasks and helpers beside them.
@@ -65,7 +73,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             cleanup.callback(connect(address, num_ray_cpus, plan.device))
             cleanup.push(_name_ray_as_cause)
             self._reserved = launch.reserve(plan, live_nodes(), cleanup, timeout_s, held={})
-            pools = launch.start_pools(self._reserved, plan.pools, cleanup, run_seed=run_seed)
+            pools = launch.start_pools(self._reserved, plan.pools, cleanup, **self._settings)
             self._cleanup = cleanup.pop_all()
         self._add_groups(pools)
 
@@ -139,7 +147,7 @@ class Cluster(AbstractContextManager["Cluster"]):
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
         """Start a pool of processes beside those of the plan, without GPUs."""
         place = launch.place_for_helpers(name, count)
-        self._add_groups(launch.start_pools(place, [name], self._cleanup, run_seed=self._run_seed))
+        self._add_groups(launch.start_pools(place, [name], self._cleanup, **self._settings))
         return self.groups[name]
 
     def find_death(self) -> WorkerError | None:
@@ -164,7 +172,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         planned = [name for name in broken if name in self.plan.pools]
         helpers = [name for name in broken if name not in self.plan.pools]
         self._add_groups(
-            launch.start_pools(self._reserved, planned, self._cleanup, run_seed=self._run_seed)
+            launch.start_pools(self._reserved, planned, self._cleanup, **self._settings)
         )
         for name in helpers:
             self.add_helpers(name, self.groups[name].world_size)
@@ -190,7 +198,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         they are. May run in another thread."""
         with ExitStack() as cleanup:
             reserved = launch.reserve(plan, live_nodes(), cleanup, self._timeout_s, self._held())
-            processes = launch.start_pools(reserved, names, cleanup, run_seed=self._run_seed)
+            processes = launch.start_pools(reserved, names, cleanup, **self._settings)
             asked: dict[Any, tuple[str, str]] = {}
             for members in processes.values():
                 for process in members:

@@ -12,13 +12,14 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.core.generated.gcs_pb2 import ActorTableData  # type: ignore[attr-defined]
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from rolepool.cluster import calls
@@ -132,6 +133,39 @@ class WorkerGroup:
             for process in self.processes:
                 ray.kill(process.actor)
 
+    def break_if_dead(self) -> None:
+        """Break the group if one of its processes has died. This asks no process that lives,
+        because Ray tells the driver about each death. Other threads may wait for calls."""
+        if self.broken is not None:
+            return
+        dead = [process for process in self.processes if has_died(process)]
+        for process, reason in find_deaths(dead):
+            self._break_after_death(process, reason)
+
+    def _break_after_death(
+        self, dead: Process, reason: str, call: PendingCall | None = None
+    ) -> WorkerError:
+        """Break the group. The error names the call that the process was running, or else this
+        call."""
+        ended = self._call_ended_by(dead) or call
+        if ended is None:
+            error = dead.error(f"{dead} died: {reason}", is_death=True)
+        else:
+            message = f"{dead} died during {ended.role}.{ended.method}: {reason}"
+            error = dead.error(message, role=ended.role, method=ended.method, is_death=True)
+        self.break_with(error)
+        return error
+
+    def names_of_broken(self) -> set[str]:
+        """The groups of the cluster that cannot be used any more."""
+        return {name for name, group in list(self._all_groups.items()) if group.broken is not None}
+
+    def raise_if_another_died(self, known: Collection[str]) -> None:
+        """Raise the error about a death in a group that is not one of the `known` ones."""
+        for name, group in list(self._all_groups.items()):
+            if name not in known and group.broken is not None and group.broken.is_death:
+                raise group.broken
+
     def diagnose(self, error: BaseException, call: PendingCall) -> WorkerError:
         """The error that a failed call raises. It is about the death or the exception that caused
         the failure."""
@@ -141,11 +175,7 @@ class WorkerGroup:
             return known
         errors = []
         for dead, reason in find_deaths(processes_of_healthy(self._all_groups), cause):
-            group = self._all_groups[dead.pool]
-            ended = group._call_ended_by(dead) or call
-            message = f"{dead} died during {ended.role}.{ended.method}: {reason}"
-            errors.append(dead.error(message, role=ended.role, method=ended.method, is_death=True))
-            group.break_with(errors[-1])
+            errors.append(self._all_groups[dead.pool]._break_after_death(dead, reason, call))
         self.raise_if_broken()
         if errors:
             return errors[0]
@@ -357,6 +387,7 @@ class PendingCall:
             raise self._error
         timeout_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
+        known = self.group.names_of_broken()
         while self._replies is None:
             try:
                 packed = ray.get(
@@ -365,12 +396,14 @@ class PendingCall:
                 pairs = zip(packed, self.all_objects, strict=True)
                 self._replies = [calls.unpack_reply(one, stored) for one, (_, stored) in pairs]
                 self.sources = ()
-                known, key = self.group.longest_s, (self.role, self.method)
-                known[key] = max(
-                    known.get(key, 0.0), *(reply.span.duration_s for reply in self._replies)
+                longest_s, key = self.group.longest_s, (self.role, self.method)
+                longest_s[key] = max(
+                    longest_s.get(key, 0.0), *(reply.span.duration_s for reply in self._replies)
                 )
             except GetTimeoutError:
                 self.group.raise_if_broken()
+                # The watchdog may have seen a death in a pool whose calls nobody waits for now.
+                self.group.raise_if_another_died(known)
                 if time.monotonic() >= deadline:
                     raise WorkerError(f"{self.what} has not ended after {timeout_s:g} s") from None
             except RayError as error:
@@ -389,6 +422,11 @@ def processes_of_healthy(groups: Mapping[str, WorkerGroup]) -> list[Process]:
         if group.broken is None:
             processes += group.processes
     return processes
+
+
+def has_died(process: Process) -> bool:
+    """Whether Ray has told the driver that the process died. This sends no message."""
+    return bool(process.actor._get_local_state() == ActorTableData.ActorState.DEAD)
 
 
 def is_death_of(process: Process, error: Any) -> bool:

@@ -205,7 +205,12 @@ def reserve(
 
 
 def start_pools(
-    reserved: Reservation, names: Collection[str], cleanup: ExitStack, *, run_seed: int
+    reserved: Reservation,
+    names: Collection[str],
+    cleanup: ExitStack,
+    *,
+    run_seed: int,
+    deterministic: bool,
 ) -> dict[str, list[Process]]:
     """Start the processes of these pools, all pools at the same time. Returns the processes of each
     pool.
@@ -237,7 +242,7 @@ def start_pools(
     pools = {name: _match(name, reserved, processes) for name, processes in started.items()}
     if plan.mps:
         _start_mps(plan, pools)
-    _form_pools(reserved, pools, run_seed)
+    _form_pools(reserved, pools, run_seed, deterministic)
     _measure_clocks([process for processes in pools.values() for process in processes])
     return pools
 
@@ -396,14 +401,21 @@ def _start_mps(plan: Plan, processes: dict[str, list[Process]]) -> None:
         logger.info("started CUDA MPS on node %s", members[0].address)
 
 
-def _form_pools(reserved: Reservation, processes: dict[str, list[Process]], run_seed: int) -> None:
+def _form_pools(
+    reserved: Reservation,
+    processes: dict[str, list[Process]],
+    run_seed: int,
+    deterministic: bool,
+) -> None:
     """Give every process its rank, and form one process group for each pool; all pools at the same
     time."""
     joined, device = {}, "cpu" if reserved.device == "cpu" else reserved.plan.device
     for name, members in processes.items():
         nodes = [process.node_id for process in members]
         dims = ParallelDims.over(len(members))
-        base = WorkerContext(pool=name, dims=dims, device=device, run_seed=run_seed)
+        base = WorkerContext(
+            pool=name, dims=dims, device=device, run_seed=run_seed, deterministic=deterministic
+        )
         addresses = []
         for rank, (process, node) in enumerate(zip(members, nodes, strict=True)):
             context = replace(

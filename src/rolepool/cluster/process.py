@@ -40,6 +40,7 @@ from rolepool.cluster.calls import (
     unpack_call,
     without_padding,
 )
+from rolepool.cluster.determinism import compute_deterministically
 from rolepool.cluster.mps import MpsDaemon
 from rolepool.cluster.titles import keep_title, set_title
 from rolepool.config.functions import import_extensions, import_object
@@ -184,6 +185,8 @@ class WorkerProcess:
             print(f"{LOG_PREFIX_ACTOR_NAME}{context.pool}/{context.rank}", file=stream, flush=True)
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, force=True)
         self._context = context = replace(context, device=_device_for(context.device))
+        if context.deterministic:
+            compute_deterministically(context.device)
         if context.device == "cpu":
             torch.set_num_threads(1)
         elif share < 1:

@@ -1,7 +1,8 @@
 """The watchdog of a run: what each pool runs now, and which calls take too long.
 
 It writes what runs now to `state.json`, for other programs such as `rolepool watch`. It also owns
-when a call counts as stalled, the line and the file about it, and what happens then. How a process
+when a call counts as stalled, the line and the file about it, and what happens then, and it looks
+for deaths in pools that the run does not wait for. How a process
 is examined is the business of `rolepool.cluster.stalls`.
 """
 
@@ -93,9 +94,12 @@ class Watchdog:
         # RayError: Ray ends while we look. OSError: the disk is full, which the run itself reports.
         with suppress(RayError, OSError):
             # A list, because the run can add groups meanwhile.
-            calls_of_pools = {
-                pool: list(calls_so_far(group)) for pool, group in list(self.groups.items())
-            }
+            groups = list(self.groups.items())
+            # The run may wait for another pool, whose call can take minutes. Ranks that wait for a
+            # dead one in a collective of GPUs never return.
+            for _, group in groups:
+                group.break_if_dead()
+            calls_of_pools = {pool: list(calls_so_far(group)) for pool, group in groups}
             for calls in calls_of_pools.values():
                 if calls and self._is_late(calls[-1]):
                     calls[-1].is_reported = True

@@ -220,6 +220,10 @@ class TrainerConfig(Section):
     """Train on GPUs (cuda), on CPU processes (cpu), or on GPUs if there are any (auto)."""
     seed: CountOrZero = 1
     """Random seed for weights, shuffling and sampling."""
+    deterministic: bool = False
+    """Compute with deterministic kernels, so that the same run on the same machine gives the same
+    numbers, bit for bit (docs/training.md). Slower on a GPU. An operation without such a kernel
+    ends the run."""
     extensions: Items[str] = ()
     """Modules (or .py files) to import before the config is checked and in every process
     (docs/extending.md)."""

@@ -195,6 +195,7 @@ def contradictions(config: Config) -> list[str]:
         _about_validation_temperature(config, f"{rollout}.val_kwargs"),
         _about_parity(config),
         _about_resuming(config),
+        _about_determinism(config),
         _about_mini_batch(config, "actor_rollout_ref.actor"),
         _about_critics_mini_batch(config),
         _about_tokens(config, "actor_rollout_ref.actor"),
@@ -256,6 +257,14 @@ def _about_resuming(config: Config) -> Iterator[str]:
     if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path is None:
         fix = "set the folder of a checkpoint, or another resume_mode"
         yield f"trainer.resume_from_path=null: trainer.resume_mode=resume_path; {fix}"
+
+
+def _about_determinism(config: Config) -> Iterator[str]:
+    """vLLM chooses its own kernels, and its batches depend on time."""
+    if config.trainer.deterministic and config.actor_rollout_ref.rollout.engine == "vllm":
+        reason = "the engine vllm generates in a process of its own, which is not deterministic"
+        fix = "set actor_rollout_ref.rollout.name=native, or remove trainer.deterministic"
+        yield f"trainer.deterministic=true: {reason}; {fix}"
 
 
 def _about_overlong(config: Config) -> Iterator[str]:

@@ -45,6 +45,8 @@ class WorkerContext:
     local_world_size: int = 1
     device: str = "cpu"
     run_seed: int = 1
+    deterministic: bool = False
+    """Whether the process computes with deterministic kernels."""
 
     @property
     def world_size(self) -> int:

@@ -216,7 +216,11 @@ class Trainer:
         )
         keys, ray_init = self.config.trainer, self.config.ray_kwargs.ray_init.model_dump()
         self.cluster = Cluster(
-            self.plan, **ray_init, timeout_s=self.config.placement.timeout_s, run_seed=keys.seed
+            self.plan,
+            **ray_init,
+            timeout_s=self.config.placement.timeout_s,
+            run_seed=keys.seed,
+            deterministic=keys.deterministic,
         )
         cleanup.enter_context(self.cluster)
         self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
