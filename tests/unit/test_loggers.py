@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rolepool.config import load_config, loading
+from rolepool.config import load_config, not_trained
 from rolepool.metrics import run_folder
 from rolepool.metrics.run_folder import Loggers
 from rolepool.metrics.sampling import NodeMonitor, Watched, pool_use, pool_utilization
@@ -43,7 +43,7 @@ def test_a_logger_that_fails_is_warned_of_once_and_left_out(
     monkeypatch.setitem(
         run_folder.MAKERS, "tensorboard", lambda config, folder: (log, lambda: None)
     )
-    monkeypatch.setattr(loading, "find_spec", lambda name: object())
+    monkeypatch.setattr(not_trained, "find_spec", lambda name: object())
     made = Loggers(load_config([], ["trainer.logger=[tensorboard]"]).config, tmp_path)
     with caplog.at_level(logging.WARNING):
         for step in range(3):
@@ -72,7 +72,7 @@ def test_wandb_gets_a_table_of_samples(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_logger_that_is_not_installed_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    monkeypatch.setattr(not_trained, "find_spec", lambda name: None)
     (problem,) = load_config([], ["trainer.logger=[console,wandb]"]).why_not_trained()
     assert "trainer.logger: wandb is not installed; pip install 'rolepool[wandb]'" in problem
 
