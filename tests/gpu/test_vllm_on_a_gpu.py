@@ -398,5 +398,9 @@ def test_real_vllm_trains(started: Started, name: str) -> None:
     assert [row["training/global_step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     assert all(row["actor/updates"] == 2 for row in rows)
     assert waited, "the console says what the run waits for"
-    most = 0.05 if HAS_GPU else 1e-4
-    assert all(row["training/rollout_probs_diff_max"] < most for row in rows)
+    # In 16 bits single tokens differ more: 0.065 was seen. With weights of another version the mean
+    # is larger than these limits.
+    limit_of_mean, limit_of_largest = (0.02, 0.2) if HAS_GPU else (1e-4, 1e-4)
+    for row in rows:
+        assert row["training/rollout_probs_diff_mean"] < limit_of_mean
+        assert row["training/rollout_probs_diff_max"] < limit_of_largest
