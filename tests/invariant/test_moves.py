@@ -56,7 +56,6 @@ def differences(keys: Sequence[str], names: Sequence[str], tmp_path: Path) -> li
     ]
 
 
-@pytest.mark.slow  # tests/train/test_rebalance.py has a move in every run of the tests
 @pytest.mark.timeout(300)
 def test_losses_do_not_change_when_a_run_moves(keys: list[str], tmp_path: Path) -> None:
     start = ["placement.strategy=split"]
