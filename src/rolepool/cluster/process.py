@@ -46,8 +46,8 @@ from rolepool.cluster.titles import keep_title, set_title
 from rolepool.config.functions import import_extensions, import_object
 from rolepool.errors import RolepoolError, WorkerError, logger
 from rolepool.metrics import Span
+from rolepool.placement.hardware import detect_gpu_memory
 from rolepool.placement.parallel import ParallelDims
-from rolepool.placement.plan import detect_gpu_memory
 from rolepool.protocol import Dispatch, Worker, WorkerContext
 from rolepool.protocol import worker as workers
 from rolepool.protocol.columns import INPUT_IDS, flat_values, is_ragged, num_bytes

@@ -100,7 +100,10 @@ def _reshape(data: DataProto, num_dims: int, new_dims: list[int]) -> DataProto:
     reshaped = {
         key: column.reshape(*new_dims, *column.shape[num_dims:]) for key, column in columns.items()
     }
-    batch_size, device = (None, None) if data.batch is None else (new_dims[:1], data.batch.device)
+    if data.batch is None:
+        batch_size, device = (None, None)
+    else:
+        batch_size, device = (new_dims[:1], data.batch.device)
     return DataProto.from_columns(reshaped, batch_size, dict(data.meta_info), device)
 
 
@@ -117,7 +120,8 @@ def _batch_of_one(item: DataProtoItem) -> DataProto:
     if item.batch is None:
         return DataProto(None, columns)
     for key, row in item.batch.items():
-        columns[key] = (
-            ragged(row, torch.tensor([len(row)])) if key in item.ragged_keys else row.unsqueeze(0)
-        )
+        if key in item.ragged_keys:
+            columns[key] = ragged(row, torch.tensor([len(row)]))
+        else:
+            columns[key] = row.unsqueeze(0)
     return DataProto.from_columns(columns, [1, *item.batch.batch_size], {}, item.batch.device)

@@ -37,7 +37,9 @@ Arrays = dict[str, npt.NDArray[Any]]
 Columns = dict[str, Any]  # tensors and arrays
 RowIndex = slice | Tensor  # a slice with step 1, or a 1-d int64 tensor of row numbers
 
-INPUT_IDS, NUM_PROMPT_TOKENS, RESPONSE_MASK = "input_ids", "num_prompt_tokens", "response_mask"
+INPUT_IDS = "input_ids"
+NUM_PROMPT_TOKENS = "num_prompt_tokens"
+RESPONSE_MASK = "response_mask"
 TOKENS = (INPUT_IDS, NUM_PROMPT_TOKENS)
 MASKED_TOKENS = (*TOKENS, RESPONSE_MASK)
 """The columns of a method that must know which tokens were sampled. A batch without several turns
@@ -75,9 +77,8 @@ def ragged_from_parts(values: Tensor, offsets: Tensor) -> Tensor:
 def ragged_parts(column: Tensor) -> tuple[Tensor, Tensor]:
     """The values of a ragged column, without holes, and its offsets."""
     nested: Any = column
-    if (
-        nested._lengths is not None
-    ):  # `torch.nested.narrow` makes columns with holes between the rows
+    # `torch.nested.narrow` makes columns with holes between the rows.
+    if nested._lengths is not None:
         nested = nested.contiguous()
     return nested._values, nested._offsets
 
@@ -129,7 +130,8 @@ def pad_ragged(
     values, offsets = ragged_parts(column)
     lengths = offsets.diff()
     longest = int(lengths.max()) if len(lengths) else 0
-    width = longest if width is None else width
+    if width is None:
+        width = longest
     if longest > width:
         raise DataError(f"a row of {longest} tokens cannot be padded to {width}")
     padded = values.new_full((len(lengths), width, *values.shape[1:]), value)
@@ -144,7 +146,9 @@ def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
 
 def _is_real(lengths: Tensor, width: int, side: Literal["left", "right"]) -> Tensor:
     places = torch.arange(width, device=lengths.device)
-    return places < lengths[:, None] if side == "right" else places >= width - lengths[:, None]
+    if side == "right":
+        return places < lengths[:, None]
+    return places >= width - lengths[:, None]
 
 
 def sampled_mask(batch: Mapping[str, Any], num_response: Tensor) -> Tensor:
@@ -157,7 +161,8 @@ def sampled_mask(batch: Mapping[str, Any], num_response: Tensor) -> Tensor:
 def split_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The prompts and the responses of `input_ids`, as two ragged columns."""
     ids, offsets = ragged_parts(batch[INPUT_IDS])
-    num_prompt, lengths = batch[NUM_PROMPT_TOKENS], offsets.diff()
+    num_prompt = batch[NUM_PROMPT_TOKENS]
+    lengths = offsets.diff()
     is_prompt = torch.arange(len(ids), device=ids.device) < torch.repeat_interleave(
         offsets[:-1] + num_prompt, lengths
     )
@@ -179,13 +184,14 @@ def rows_of(index: Any, num_rows: int) -> RowIndex:
     everything = np.arange(num_rows)
     if isinstance(index, slice):
         start, stop, step = index.indices(num_rows)
-        return (
-            slice(start, max(start, stop))
-            if step == 1
-            else torch.from_numpy(everything[index].copy())
-        )
+        if step == 1:
+            return slice(start, max(start, stop))
+        return torch.from_numpy(everything[index].copy())
     try:
-        rows = index.detach().cpu().numpy() if isinstance(index, Tensor) else np.asarray(index)
+        if isinstance(index, Tensor):
+            rows = index.detach().cpu().numpy()
+        else:
+            rows = np.asarray(index)
         if rows.ndim == 1 and (rows.size == 0 or rows.dtype.kind in "biu"):
             # numpy makes an empty list an array of floats.
             return torch.from_numpy(everything[rows if rows.size or rows.dtype == bool else []])
@@ -202,27 +208,26 @@ def take_rows(columns: Columns, rows: RowIndex) -> Columns:
     """These rows of every column. They are views if the rows are a slice, and copies if they are
     row numbers."""
     taken: Columns = {}
-    places: dict[
-        int, Any
-    ] = {}  # by the id of the offsets, because columns that share them must share the new ones
+    # By the id of the offsets, because columns that share them must share the new ones.
+    places: dict[int, Any] = {}
     for key, column in columns.items():
         if is_ragged(column):
             values, offsets = ragged_parts(column)
             if id(offsets) not in places:
+                # Kept alive, because its id is the key.
                 places[id(offsets)] = (
                     *places_of(offsets, rows),
                     offsets,
-                )  # kept alive, because its id is the key
+                )
             inside, new_offsets, _ = places[id(offsets)]
             taken[key] = ragged_from_parts(values[inside], new_offsets)
         elif isinstance(rows, slice):
             taken[key] = column[rows]
         else:
-            taken[key] = (
-                column[rows.to(column.device)]
-                if isinstance(column, Tensor)
-                else column[rows.numpy()]
-            )
+            if isinstance(column, Tensor):
+                taken[key] = column[rows.to(column.device)]
+            else:
+                taken[key] = column[rows.numpy()]
     return taken
 
 
@@ -262,7 +267,9 @@ def describe(value: Any) -> str:
         return (
             f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
         )
-    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)}"
+    return repr(value)
 
 
 def same_value(a: Any, b: Any, outer: frozenset[tuple[int, int]] = frozenset()) -> bool:
@@ -280,7 +287,8 @@ def same_value(a: Any, b: Any, outer: frozenset[tuple[int, int]] = frozenset()) 
             return False
         if is_ragged(a):
             return same_inner(ragged_parts(a), ragged_parts(b))
-        a, b = a.cpu(), b.cpu()
+        a = a.cpu()
+        b = b.cpu()
         return torch.equal(a, b) or (
             a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
         )

@@ -90,8 +90,10 @@ class DataProto:
     )
 
     def __post_init__(self) -> None:
-        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
-        self.meta_info = {} if self.meta_info is None else self.meta_info
+        if self.non_tensor_batch is None:
+            self.non_tensor_batch = {}
+        if self.meta_info is None:
+            self.meta_info = {}
         self.check_consistency()
 
     # --- making -------------------------------------------------------------------------------------------------
@@ -203,9 +205,10 @@ class DataProto:
             raise DataError(
                 f"a TensorDict has one value per key, but these are in meta_info too: {clash}"
             )
-        result = (
-            TensorDict({}, [len(self)]) if self.batch is None else self.batch.clone(recurse=False)
-        )
+        if self.batch is None:
+            result = TensorDict({}, [len(self)])
+        else:
+            result = self.batch.clone(recurse=False)
         for key, array in self.non_tensor_batch.items():
             rows = [NonTensorData(row) for row in array]
             result.set(key, NonTensorStack(*rows) if rows else NonTensorStack(batch_size=[]))
@@ -218,7 +221,9 @@ class DataProto:
     def __len__(self) -> int:
         if self.batch is not None:
             return int(self.batch.batch_size[0])
-        return len(next(iter(self.non_tensor_batch.values()))) if self.non_tensor_batch else 0
+        if self.non_tensor_batch:
+            return len(next(iter(self.non_tensor_batch.values())))
+        return 0
 
     def columns(self) -> Columns:
         """The tensors and arrays by key, in a new dict."""
@@ -232,8 +237,12 @@ class DataProto:
     ) -> DataProto:
         """A batch with other columns and that many rows. Its type, device and meta_info are those
         of this batch."""
-        meta_info = dict(self.meta_info) if meta_info is None else meta_info
-        batch_size = None if self.batch is None else [num_rows, *self.batch.batch_size[1:]]
+        if meta_info is None:
+            meta_info = dict(self.meta_info)
+        if self.batch is None:
+            batch_size = None
+        else:
+            batch_size = [num_rows, *self.batch.batch_size[1:]]
         return type(self).from_columns(
             columns, batch_size, meta_info, self.batch.device if batch_size else None
         )
@@ -266,7 +275,8 @@ class DataProto:
         parts = ({} if self.batch is None else self.batch, self.non_tensor_batch)
         sizes = [sum(map(operations.num_bytes, part.values())) for part in parts]
         text = f"{len(self)} rows, batch {sizes[0] / 2**20:.2f} MiB, non_tensor_batch {sizes[1] / 2**20:.2f} MiB"
-        text = f"{prefix}, {text}" if prefix else text
+        if prefix:
+            text = f"{prefix}, {text}"
         logger.info(text)
         return text
 
@@ -310,18 +320,20 @@ class DataProto:
             for key, column in columns.items()
         }
         objects = {key: values.pop(key) for key in self.non_tensor_batch}
-        inner = (
-            None
-            if self.batch is None
-            else TensorDict(values, self.batch.batch_size[1:], device=self.batch.device)
-        )
+        if self.batch is None:
+            inner = None
+        else:
+            inner = TensorDict(values, self.batch.batch_size[1:], device=self.batch.device)
         return DataProtoItem(inner, objects, dict(self.meta_info), ragged)
 
     def select_idxs(self, idxs: Any) -> DataProto:
         """A copy of the rows with these numbers (list, array, tensor), or of those at which a bool
         mask is True."""
         rows = operations.rows_of(idxs, len(self))
-        num_rows = rows.stop - rows.start if isinstance(rows, builtins.slice) else len(rows)
+        if isinstance(rows, builtins.slice):
+            num_rows = rows.stop - rows.start
+        else:
+            num_rows = len(rows)
         return self.like(operations.take_rows(self.columns(), rows), num_rows)
 
     def slice(
@@ -389,11 +401,12 @@ class DataProto:
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
         """Append `padding_size` copies of the "first" or the "last" row. Changes this batch."""
+        # Verl's default is "", which means the last row.
         if padding_candidate not in (
             "",
             "first",
             "last",
-        ):  # verl's default is "", which means the last row
+        ):
             raise DataError(
                 f"padding_candidate is {padding_candidate!r}; it must be 'first' or 'last'"
             )
@@ -485,7 +498,9 @@ class DataProto:
     def rename(self, old_keys: Keys = None, new_keys: Keys = None) -> DataProto:
         """Rename keys of the tensors and arrays, pair by pair. Changes this batch and returns
         it."""
-        old, new, columns = _as_list(old_keys), _as_list(new_keys), self.columns()
+        old = _as_list(old_keys)
+        new = _as_list(new_keys)
+        columns = self.columns()
         moved = _picked(columns, old, "the batch")
         kept = {key: column for key, column in columns.items() if key not in moved}
         names = [*kept, *new]
@@ -505,7 +520,8 @@ class DataProto:
         tensors are shared.
         """
         if self._keys() and other._keys() and len(self) != len(other):
-            mine, theirs = f"{len(self)} rows ({self._keys()})", f"{len(other)} ({other._keys()})"
+            mine = f"{len(self)} rows ({self._keys()})"
+            theirs = f"{len(other)} ({other._keys()})"
             raise DataError(f"a union needs equally many rows, not {mine} and {theirs}")
         meta_info = self.meta_info | operations.additions(self.meta_info, other.meta_info)
         arrays = operations.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
@@ -514,7 +530,8 @@ class DataProto:
             self.batch = operations.union_tensor_dict(
                 empty if self.batch is None else self.batch, other.batch
             )
-        self.non_tensor_batch, self.meta_info = arrays, meta_info
+        self.non_tensor_batch = arrays
+        self.meta_info = meta_info
         return self
 
     # --- forms --------------------------------------------------------------------------------------------------
@@ -547,7 +564,8 @@ class DataProto:
             # The mask of several turns says which tokens the policy sampled, and must not be
             # replaced.
             mask = columns.get(RESPONSE_MASK, is_response)
-            mask = pad_ragged(mask, response_width) if is_ragged(mask) else mask
+            if is_ragged(mask):
+                mask = pad_ragged(mask, response_width)
             columns[RESPONSE_MASK] = mask.long()
         padded = {
             key: pad_ragged(one, response_width) if is_ragged(one) else one
@@ -593,7 +611,8 @@ class DataProto:
         return sorted(self.columns())
 
     def _replace_with(self, other: DataProto) -> None:
-        self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
+        self.batch = other.batch
+        self.non_tensor_batch = other.non_tensor_batch
 
 
 def _restore(cls: type[Any], encoded: Encoded) -> Any:

@@ -77,7 +77,8 @@ def encode(value: Any) -> Encoded:
     The buffers of contiguous CPU tensors and arrays are views, not copies: send them before the
     originals change. Lists, dicts and arrays may contain themselves.
     """
-    pickled, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    pickled = io.BytesIO()
+    buffers = list[pickle.PickleBuffer]()
     _Pickler(pickled, protocol=5, buffer_callback=buffers.append).dump(value)
     return Encoded(pickled.getvalue(), [np.asarray(buffer.raw()) for buffer in buffers])
 
@@ -89,9 +90,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             raw: Any = np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8)
             return _from_bytes, (pickle.PickleBuffer(raw), value.dtype, value.shape)
         if is_ragged(value):
-            return ragged_from_parts, ragged_parts(
-                value
-            )  # columns with one offsets tensor share it again
+            # Columns with one offsets tensor share it again.
+            return ragged_from_parts, ragged_parts(value)
         if isinstance(value, TensorDictBase):
             return TensorDict, (dict(value.items()), value.batch_size)
         is_plain = (
@@ -115,11 +115,9 @@ def tensor_bytes(tensor: torch.Tensor) -> Buffer:
 def _from_bytes(buffer: Buffer, dtype: torch.dtype | np.dtype[Any], shape: Sequence[int]) -> Any:
     """The tensor or array that lives in a writable buffer, which it keeps alive."""
     if isinstance(dtype, torch.dtype):
-        return (
-            torch.from_numpy(buffer).view(dtype).reshape(shape)
-            if buffer.size
-            else torch.empty(shape, dtype=dtype)
-        )
+        if buffer.size:
+            return torch.from_numpy(buffer).view(dtype).reshape(shape)
+        return torch.empty(shape, dtype=dtype)
     return buffer.view(dtype).reshape(shape)
 
 
@@ -157,13 +155,15 @@ def make_private(buffer: Buffer) -> Buffer:
     A large read-only buffer may be shared memory. It is mapped again, copy-on-write. All others are
     copied.
     """
-    start, end = buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes
+    start = buffer.ctypes.data
+    end = buffer.ctypes.data + buffer.nbytes
     if buffer.nbytes < MIN_MAPPED_BYTES or buffer.flags.writeable:
         return buffer.copy()
     first_page = start // mmap.PAGESIZE * mmap.PAGESIZE
     try:
         memory = _memory_at(first_page, end)
-        path, offset = _path_of(memory), first_page - memory.start + memory.offset
+        path = _path_of(memory)
+        offset = first_page - memory.start + memory.offset
         if _file_at(path) != memory.file:
             raise OSError("its file cannot be opened a second time")
         with Path(path).open("rb") as file:
@@ -176,7 +176,8 @@ def make_private(buffer: Buffer) -> Buffer:
             error,
         )
         return buffer.copy()
-    mapping.memory, mapping.owner = memory, buffer
+    mapping.memory = memory
+    mapping.owner = buffer
     _living.add(mapping)
     return np.frombuffer(mapping, np.uint8)[start - first_page :]
 

@@ -63,7 +63,10 @@ class Reply(NamedTuple):
     def batch(self) -> BatchHeader:
         """The header of a reply that must be a batch."""
         if self.header is None:
-            kind = "None" if self.value is None else f"a {type(self.value.decode()).__name__}"
+            if self.value is None:
+                kind = "None"
+            else:
+                kind = f"a {type(self.value.decode()).__name__}"
             raise DataError(f"{self.maker} returned {kind}; it must return a DataProto")
         return self.header
 
@@ -114,7 +117,8 @@ def gather_rows(
     are fetched."""
     headers = [reply.batch for reply in replies]
     ends = np.cumsum([header.num_rows for header in headers])
-    rows = np.arange(ends[-1]) if rows is None else rows
+    if rows is None:
+        rows = np.arange(ends[-1])
     if len(rows) and not 0 <= rows.min() <= rows.max() < ends[-1]:
         raise DataError(
             f"rows {rows.min()} to {rows.max()} were requested, but the batch has {ends[-1]} rows"
@@ -132,7 +136,8 @@ def gather_rows(
     stored = dict(zip(with_stored, fetch([replies[index] for index in with_stored]), strict=True))
     parts = []
     for index in used:
-        header, encoded = headers[index], headers[index].small | stored.get(index, {})
+        header = headers[index]
+        encoded = headers[index].small | stored.get(index, {})
         part = DataProto.from_columns(
             {name: encoded[name].decode() for name in names}, header.batch_size, {}
         )
@@ -141,7 +146,9 @@ def gather_rows(
     joined = parts[0] if len(parts) == 1 else DataProto.concat(parts)
     joined.meta_info = merge_meta_info([header.meta_info.decode() for header in headers])
     is_in_order = (np.diff(part_of_row) >= 0).all()
-    return joined if is_in_order else joined[np.argsort(np.argsort(part_of_row, kind="stable"))]
+    if not is_in_order:
+        joined = joined[np.argsort(np.argsort(part_of_row, kind="stable"))]
+    return joined
 
 
 def pick_rows(batch: DataProto, rows: RowNumbers) -> DataProto:
@@ -301,7 +308,9 @@ class DataProtoFuture(CallFuture):
 
 
 def stripes_of(batch: DataProto | DataProtoFuture) -> tuple[Stripe, ...]:
-    return batch.stripes if isinstance(batch, DataProtoFuture) else (Stripe(batch),)
+    if isinstance(batch, DataProtoFuture):
+        return batch.stripes
+    return (Stripe(batch),)
 
 
 def replies_of(calls: Iterable[Pending], timeout_s: float | None) -> list[Reply]:
@@ -319,17 +328,19 @@ def collect_batches(results: list[Any]) -> Any:
         return DataProto.concat(results)
     if all(isinstance(result, list) for result in results):
         return [item for result in results for item in result]
-    return None if all(result is None for result in results) else results
+    if all(result is None for result in results):
+        return None
+    return results
 
 
 def join_stripes(parts: Sequence[DataProto]) -> DataProto:
     """One batch with all the keys. If two parts have a key, the later one's column is used."""
-    if (
-        len({len(part) for part in parts if part.columns()}) > 1
-    ):  # a part without keys has no rows to compare
+    # A part without keys has no rows to compare.
+    if len({len(part) for part in parts if part.columns()}) > 1:
         sizes = ", ".join(f"{sorted(part.columns())}: {len(part)}" for part in parts)
         raise DataError(f"batches of different numbers of rows cannot be one batch: {sizes}")
-    columns, meta_info = {}, {}
+    columns = {}
+    meta_info = {}
     for part in parts:
         columns.update(part.columns())
         meta_info.update(part.meta_info)
@@ -350,4 +361,6 @@ def rows_with_keys(batch: DataProto, rows: RowNumbers | None, keys: Keys) -> Dat
     }
     chosen = batch.like(columns, len(batch))
     has_no_rows = len(chosen) < len(batch)  # it has arrays only, and none of them is among the keys
-    return chosen if rows is None or has_no_rows else pick_rows(chosen, rows)
+    if rows is None or has_no_rows:
+        return chosen
+    return pick_rows(chosen, rows)

@@ -110,11 +110,9 @@ class Worker:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         worker = super().__new__(cls)
         worker.context, worker.siblings = context, _ = _context.get()
-        worker.rank, worker.world_size, worker.device = (
-            context.rank,
-            context.world_size,
-            context.device,
-        )
+        worker.rank = context.rank
+        worker.world_size = context.world_size
+        worker.device = context.device
         return worker
 
     def less_memory(self, method: str) -> Sequence[str]:
@@ -135,7 +133,8 @@ class Worker:
     ) -> None:
         """Check what a worker of verl says about its mesh. How batches are split is decided when
         the role is added."""
-        given, known = (dp_rank, is_collect), (self.context.dp_rank, self.context.returns_result)
+        given = (dp_rank, is_collect)
+        known = (self.context.dp_rank, self.context.returns_result)
         if given != known:
             difference = (
                 f"(dp_rank, is_collect) of rank {self.rank} is {given}, but here it is {known}"
@@ -207,7 +206,8 @@ def register(
     """
     custom: dict[str, Any] = {}
     if isinstance(dispatch_mode, dict) and set(dispatch_mode) == {"dispatch_fn", "collect_fn"}:
-        custom, dispatch_mode = dispatch_mode, Dispatch.ALL_TO_ALL
+        custom = dispatch_mode
+        dispatch_mode = Dispatch.ALL_TO_ALL
     if not isinstance(dispatch_mode, Dispatch):
         needed = "a Dispatch, or a dict with the functions dispatch_fn and collect_fn"
         raise DataError(f"dispatch_mode is {dispatch_mode!r}; it must be {needed}")
@@ -338,7 +338,10 @@ def explain_out_of_memory(
     wanted = wanted_bytes(error)
     amount = "more memory" if wanted is None else show_bytes(wanted)
     place = "in host memory" if device == "cpu" else "on its GPU"
-    advice = f"try {' or '.join(remedies)}; more advice is" if remedies else "advice is"
+    if remedies:
+        advice = f"try {' or '.join(remedies)}; more advice is"
+    else:
+        advice = "advice is"
     problem = f"it asked for {amount}, and {show_bytes(free_bytes(device))} are free {place}"
     return [
         f"{who} is out of memory: {problem}",
@@ -349,7 +352,9 @@ def explain_out_of_memory(
 def wanted_bytes(error: BaseException) -> int | None:
     """The size of the allocation that failed, if the error names it."""
     found = _WANTED.search(str(error))
-    return int(float(found[1]) * 1024 ** "bkmgtpe".index(found[2][0].lower())) if found else None
+    if found:
+        return int(float(found[1]) * 1024 ** "bkmgtpe".index(found[2][0].lower()))
+    return None
 
 
 def free_bytes(device: str) -> int:

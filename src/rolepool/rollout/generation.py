@@ -282,7 +282,8 @@ class Generation:
     def _sample(self, rows: slice, final: Tensor) -> None:
         """Sample the next token of rows, from the final states of their newest tokens."""
         logits = self._decoder.head(final)
-        streams, steps = self._batch.streams[rows], self._batch.steps[rows]
+        streams = self._batch.streams[rows]
+        steps = self._batch.steps[rows]
         tokens, log_probs = choose(logits, streams, steps, self._sampling)
         # All ranks take the first rank's tokens: ranks that disagree would make different calls and
         # hang.
