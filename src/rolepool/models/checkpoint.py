@@ -49,7 +49,7 @@ from transformers import PreTrainedModel
 from rolepool.errors import ConfigError, RolepoolError, explained, first_few, logger
 from rolepool.models.ranks import rank_and_count
 from rolepool.models.training import TrainedModel
-from rolepool.protocol.worker import random_state, set_random_state
+from rolepool.protocol.random_state import random_state, set_random_state
 from rolepool.reading import open_regular, parse_json, read_small
 
 FILE_BYTES = 2**30

@@ -46,9 +46,9 @@ from rolepool.protocol.columns import is_ragged, ragged_from_parts, ragged_parts
 
 Buffer = npt.NDArray[np.uint8]
 
-# The first mapping of a memory reads /proc, which takes about 1 ms, and more in a process with
-# CUDA. A copy of fewer bytes than this is faster.
 MIN_MAPPED_BYTES = 2**20
+"""A copy of fewer bytes than this is faster. The first mapping of a memory reads /proc, which takes
+about 1 ms, and more in a process with CUDA."""
 
 
 # --- the picklable form -------------------------------------------------------------------------------------------
@@ -190,9 +190,13 @@ def _memory_at(low: int, high: int) -> _SharedMemory:
         if mapping.memory.start <= low and high <= mapping.memory.end:
             return mapping.memory
     for line in _SHARED_LINE.finditer(Path("/proc/self/maps").read_bytes()):
-        start, end, offset, major, minor = (int(part, 16) for part in line.groups()[:5])
+        start = int(line[1], 16)
+        end = int(line[2], 16)
         if start <= low and high <= end:
-            return _SharedMemory(start, end, offset, (os.makedev(major, minor), int(line[6])))
+            offset = int(line[3], 16)
+            device = os.makedev(int(line[4], 16), int(line[5], 16))
+            inode = int(line[6])
+            return _SharedMemory(start, end, offset, file=(device, inode))
     raise OSError("they are not in a shared file")
 
 
@@ -200,14 +204,17 @@ def _memory_at(low: int, high: int) -> _SharedMemory:
 def _path_of(memory: _SharedMemory) -> str:
     """Where the mapped file, which has no name any more, can be opened. It is "" if that is not
     possible."""
-    return next((path for path in _places_of(memory) if _file_at(path) == memory.file), "")
+    for path in _places_of(memory):
+        if _file_at(path) == memory.file:
+            return path
+    return ""
 
 
 def _file_at(path: str) -> tuple[int, int] | None:
     """The device and inode of the file at a path, if there is one."""
     with suppress(OSError):
-        found = Path(path).stat()
-        return found.st_dev, found.st_ino
+        status = Path(path).stat()
+        return status.st_dev, status.st_ino
     return None
 
 
@@ -235,16 +242,18 @@ def save_parts(
     `meta_info/KEY`. Pickle is never used.
     """
     columns = {} if batch is None else dict(batch.items())
-    texts = {
-        f"meta_info/{key}": _as_json(f"meta_info[{key!r}]", value)
-        for key, value in meta_info.items()
-    }
+    batch_size = None if batch is None else list(batch.batch_size)
+    texts: dict[str, str] = {}
+    for key, value in meta_info.items():
+        texts[f"meta_info/{key}"] = _as_json(f"meta_info[{key!r}]", value)
     texts["keys"] = json.dumps([list(columns), list(arrays)])
-    texts["batch_size"] = json.dumps(None if batch is None else list(batch.batch_size))
+    texts["batch_size"] = json.dumps(batch_size)
     tensors: dict[str, torch.Tensor] = {}
     for key, column in {**columns, **arrays}.items():
         if is_ragged(column):
-            tensors[f"batch/{key}/values"], tensors[f"batch/{key}/offsets"] = ragged_parts(column)
+            values, offsets = ragged_parts(column)
+            tensors[f"batch/{key}/values"] = values
+            tensors[f"batch/{key}/offsets"] = offsets
         elif isinstance(column, torch.Tensor):
             tensors[f"batch/{key}"] = column
         elif column.dtype.kind in "biuf":
@@ -276,14 +285,16 @@ def load_parts(filepath: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], d
             return tensors[name]
         return ragged_from_parts(tensors[f"{name}/values"], tensors[f"{name}/offsets"])
 
-    columns = {key: stored(f"batch/{key}") for key in names}
+    batch = None
+    if texts["batch_size"] is not None:
+        columns = {key: stored(f"batch/{key}") for key in names}
+        batch = TensorDict(columns, texts["batch_size"])
     arrays = {key: np.asarray(stored(f"arrays/{key}")) for key in array_names}
-    meta_info = {name[10:]: value for name, value in texts.items() if name.startswith("meta_info/")}
-    return (
-        None if texts["batch_size"] is None else TensorDict(columns, texts["batch_size"]),
-        arrays,
-        meta_info,
-    )
+    meta_info: dict[str, Any] = {}
+    for name, value in texts.items():
+        if name.startswith("meta_info/"):
+            meta_info[name.removeprefix("meta_info/")] = value
+    return batch, arrays, meta_info
 
 
 def _as_json(name: str, value: Any) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rolepool.errors import DataError
 from rolepool.models.packing import on_device
-from rolepool.protocol.worker import part, work_of
+from rolepool.protocol.part_times import part, work_of
 from rolepool.rollout.conversation_cache import ConversationCache
 from rolepool.rollout.decoder import Decoder, Piece
 from rolepool.rollout.engine import Completion, Request, Sampling, StreamedEngine
