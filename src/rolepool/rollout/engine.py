@@ -174,7 +174,8 @@ class StreamedEngine(Engine):
     """The part of the model that this rank has; None is all of it."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.version = model, 0
+        self.model = model
+        self.version = 0
         self._asleep = False
         self._arriving: WeightStream | None = None
         """An update of the weights that has not ended, or that failed."""
@@ -192,9 +193,8 @@ class StreamedEngine(Engine):
     ) -> None:
         if not self.shared_weights:
             stream = self._arriving or WeightStream(self.model, self.shard)
-            self._arriving = WeightStream(
-                self.model, self.shard
-            )  # if copying fails, the next update starts again
+            # If copying fails, the next update starts again.
+            self._arriving = WeightStream(self.model, self.shard)
             stream.take(named_tensors)
             if version is not None:
                 stream.end()
