@@ -27,9 +27,9 @@ from rolepool.metrics.spans import (
     Part,
     Recorded,
     Span,
-    Timeline,
     step_bounds,
 )
+from rolepool.metrics.timeline import Timeline
 from rolepool.placement.estimate import MicroBatch, shape_of
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import FIRST_OPERATION, OPERATIONS, ROLE_SPECS, Operation, Role

@@ -21,7 +21,7 @@ from rich.table import Table
 from rolepool.config import read_config, show
 from rolepool.config.schema import all_keys
 from rolepool.errors import ConfigError, Terminated, collected
-from rolepool.metrics.run_folder import validation_score
+from rolepool.metrics.row_text import validation_score
 from rolepool.placement.checks import plan_problems
 from rolepool.report.metrics_by_step import REWARD, THROUGHPUT, TIMING, finite_values, metric_names
 from rolepool.report.operations import timed_operations

@@ -26,7 +26,8 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from rolepool.errors import ConfigError, RolepoolError, encodable, one_line
-from rolepool.metrics.run_folder import last_lines, validation_score
+from rolepool.metrics.row_text import validation_score
+from rolepool.metrics.run_rows import last_lines
 from rolepool.metrics.spans import Recorded
 from rolepool.reading import open_regular
 from rolepool.report.comparison_page import TEMPLATES

@@ -18,8 +18,10 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from rolepool.metrics.run_folder import State, sparkline
-from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
+from rolepool.metrics.row_text import sparkline
+from rolepool.metrics.run_folder import State
+from rolepool.metrics.spans import step_bounds
+from rolepool.metrics.timeline import Bar, first_rank_lanes
 from rolepool.report.metrics_by_step import REWARD, finite_values
 from rolepool.report.operations import colors_for
 from rolepool.report.run import parts_of, read_run, sampled_lines
