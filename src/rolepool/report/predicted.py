@@ -27,10 +27,10 @@ from rolepool.planner.layouts import places
 from rolepool.planner.predict import Prediction, Predictor, ScheduleOf
 from rolepool.planner.profile import SYNC, Profile, Recording
 from rolepool.planner.search import search
-from rolepool.report.compare import overrides_of
 from rolepool.report.console_logs import read_logs
 from rolepool.report.metrics_by_step import TIMING
 from rolepool.report.operations import timed_operations
+from rolepool.report.placement_runs import overrides_of
 from rolepool.report.plots import new_figure, style
 from rolepool.report.run import Run, parts_of, read_run
 from rolepool.report.tables import TABLES
