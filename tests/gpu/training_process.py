@@ -99,10 +99,9 @@ class WatchedTrainer(Trainer):
         roles.rollout = self.watched  # type: ignore[assignment]
         return roles
 
-    def end_step(self, number: int) -> None:
-        super().end_step(number)
-        if number == self.num_steps:
-            self.watched.write_all()
+    def train(self) -> None:
+        super().train()
+        self.watched.write_all()
 
 
 def keys_of(training: dict[str, Any], folder: Path, order: dict[str, Any]) -> list[str]:

@@ -41,10 +41,8 @@ class Trainer:
         self.death: Death | None = None
         """How the driver before this one died, if this one was started in its place."""
         self._start = StartPoint(None, resumes_here=False)
-        self._deployment: Deployment | None = None
-        """None before the processes have started, as the next two."""
-        self._mover: Mover | None = None
         self._between: BetweenSteps | None = None
+        """None before the processes have started."""
 
     def run(self) -> None:
         """Train until the last step. Resumes from a checkpoint if there is one."""
@@ -65,34 +63,30 @@ class Trainer:
     def _begin(self, cleanup: ExitStack) -> None:
         """Start the processes, then write the first files. An earlier run is not touched before
         everything has started."""
-        parts, start = self.parts, self._start
+        parts = self.parts
+        start = self._start
         self.journal.last_step = start.step
         if not parts.checkpoints.are_saved and not parts.config.trainer.val_only:
             lost = "if the driver is killed, all its steps are lost"
             self.journal.notice(f"no checkpoint will be saved (trainer.save_freq=-1): {lost}")
         measures = is_worth_measuring(parts.config, self.num_steps - start.step)
         deployment = self.recovery.start(start, cleanup, measures=measures)
-        self._deployment = deployment
         self.journal.begin(start.after_step, deployment, self.recovery.sharding, self.death)
         cleanup.callback(self.journal.close)
         deployment.watchdog.begin("starting")
-        self._mover = Mover(
-            deployment, self.journal, first_step=start.step, num_steps=self.num_steps
-        )
-        cleanup.callback(self._mover.drop, "the run has ended")
-        self._between = BetweenSteps(parts, deployment, self.recovery, self._mover)
+        mover = Mover(deployment, self.journal, first_step=start.step, num_steps=self.num_steps)
+        cleanup.callback(mover.drop, "the run has ended")
+        self._between = BetweenSteps(parts, deployment, self.recovery, mover, start)
 
     def train(self) -> None:
         """Make all steps. After a death, continue after the last step whose state was kept."""
-        interrupt, newest = self.parts.interrupt, self.parts.checkpoints
+        interrupt = self.parts.interrupt
         number = self._start.step
-        self.deployment.snapshots.save(
-            self.deployment.roles, self.parts.pipeline.state_after(number)
-        )
+        self._take_snapshot(number)
         while True:
             is_last = number >= self.num_steps
             try:
-                self.end_step(number)
+                self.between.validate_and_save(number, self.num_steps)
                 self.between.move_if_asked(number, is_last=is_last)
                 if is_last or self.parts.config.trainer.val_only:
                     return
@@ -106,29 +100,25 @@ class Trainer:
             except KeyboardInterrupt:
                 if not interrupt.in_steps:
                     raise
-                words = f"the steps after step {self.journal.last_step} were dropped"
-                raise KeyboardInterrupt(f"{words}; {newest.newest_in_words}") from None
+                raise KeyboardInterrupt(self.between.words_about_dropped()) from None
         raise KeyboardInterrupt(self.between.last_words(number))
 
     def begin_step(self, number: int) -> RunningStep:
         """Queue all calls of a step, and a snapshot of the state after it. The row of the step
         before it is written, because its last calls have ended by now."""
-        deployment, pipeline = self.deployment, self.parts.pipeline
+        deployment = self.deployment
+        pipeline = self.parts.pipeline
         deployment.watchdog.begin(f"step {number}")
         deployment.begin_changing()
         pipeline.generate(deployment.config, deployment.roles, number)
         step = pipeline.learn(deployment.config, deployment.roles)
-        deployment.snapshots.save(deployment.roles, pipeline.state_after(number))
+        self._take_snapshot(number)
         self.journal.add_step(step, deployment, self.num_steps)
         return step
 
-    def end_step(self, number: int) -> None:
-        """Validate and save if it is due. Otherwise, the last calls of the step may still run in
-        the next one."""
-        if number == self._start.step:
-            self.between.before_first_step(number, self.num_steps)
-        else:
-            self.between.after_step(number, is_last=number == self.num_steps)
+    def _take_snapshot(self, number: int) -> None:
+        state = self.parts.pipeline.state_after(number)
+        self.deployment.snapshots.save(self.deployment.roles, state)
 
     def build_roles(self, cluster: Cluster, config: Config) -> Roles:
         """Build every role that its pool does not have yet, and wait until they are ready."""
@@ -144,18 +134,17 @@ class Trainer:
         self.journal.observer = observer
 
     @property
+    def between(self) -> BetweenSteps:
+        """What the run does between two steps."""
+        assert self._between is not None, "the run has not started"
+        return self._between
+
+    @property
     def deployment(self) -> Deployment:
         """The processes of the run, and what runs in them."""
-        assert self._deployment is not None, "the run has not started"
-        return self._deployment
+        return self.between.deployment
 
     @property
     def mover(self) -> Mover:
         """Is asked to move the run while it trains."""
-        assert self._mover is not None, "the run has not started"
-        return self._mover
-
-    @property
-    def between(self) -> BetweenSteps:
-        assert self._between is not None, "the run has not started"
-        return self._between
+        return self.between.mover
