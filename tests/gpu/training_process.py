@@ -93,8 +93,8 @@ class WatchedTrainer(Trainer):
 
     watched: WatchedRollout
 
-    def build_roles(self, cluster: Cluster, config: Config) -> Roles:
-        roles = super().build_roles(cluster, config)
+    def build_roles(self, cluster: Cluster, config: Config, reads_weights: bool) -> Roles:
+        roles = super().build_roles(cluster, config, reads_weights)
         self.watched.rollout = roles.rollout
         roles.rollout = self.watched  # type: ignore[assignment]
         return roles

@@ -32,6 +32,7 @@ class SavedCheckpoint:
 
     state: TrainState
     path: Path
+    has_models: bool = True
 
     def load(self, name: str, role: TrainedCalls) -> list[CallFuture]:
         folder = self.path.absolute() / name

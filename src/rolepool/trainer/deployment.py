@@ -25,8 +25,9 @@ from rolepool.trainer.snapshots import Snapshots
 from rolepool.trainer.step import Roles
 from rolepool.trainer.stores import Groups, Saved
 
-Build = Callable[[Cluster, Config], Roles]
-"""Builds every role that its pool does not have yet, and waits until they are ready."""
+Build = Callable[[Cluster, Config, bool], Roles]
+"""Builds every role that its pool does not have yet, and waits until they are ready. The flag says
+whether models that are trained read their weights from their files."""
 
 
 class Deployment(AbstractContextManager["Deployment"]):
@@ -96,7 +97,8 @@ class Deployment(AbstractContextManager["Deployment"]):
         """Bring all models to a state. Roles that new processes do not have yet are built. A role
         that has this state already keeps it. The rollout gets the weights of the actor."""
         step = saved.state.step
-        self._roles = self._build(self.cluster, self.config)
+        # Weights that are loaded below are not read from the files of the models, too.
+        self._roles = self._build(self.cluster, self.config, not saved.has_models)
         if self._monitors is None:
             self._monitors = self.cluster.start_monitors()
         self._monitors.watch()

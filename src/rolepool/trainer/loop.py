@@ -120,9 +120,9 @@ class Trainer:
         state = self.parts.pipeline.state_after(number)
         self.deployment.snapshots.save(self.deployment.roles, state)
 
-    def build_roles(self, cluster: Cluster, config: Config) -> Roles:
+    def build_roles(self, cluster: Cluster, config: Config, reads_weights: bool) -> Roles:
         """Build every role that its pool does not have yet, and wait until they are ready."""
-        return self.parts.build_roles(cluster, config)
+        return self.parts.build_roles(cluster, config, reads_weights)
 
     @property
     def observer(self) -> Observer:

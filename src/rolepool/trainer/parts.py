@@ -70,7 +70,7 @@ class RunParts:
         self.journal = Journal(config, self.folder, self.tokenizer, self.bad_steps)
         self.interrupt = Interrupt()
 
-    def build_roles(self, cluster: Cluster, config: Config) -> Roles:
+    def build_roles(self, cluster: Cluster, config: Config, reads_weights: bool) -> Roles:
         """Build every role that its pool does not have yet, and wait until they are ready."""
         return build_roles(
             cluster,
@@ -80,4 +80,5 @@ class RunParts:
             self._reward,
             self.num_helpers,
             tell=self.journal.notice,
+            reads_weights=reads_weights,
         )

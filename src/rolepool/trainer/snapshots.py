@@ -41,6 +41,7 @@ class SavedSnapshot:
     state: TrainState
     folders: Mapping[str, Path]
     """Its folder on each node, by node id."""
+    has_models: bool = True
 
     def load(self, name: str, role: TrainedCalls) -> list[CallFuture]:
         folders = []

@@ -26,6 +26,10 @@ class Saved(Protocol):
     def state(self) -> TrainState:
         """The state without the models."""
 
+    @property
+    def has_models(self) -> bool:
+        """Whether the models were saved, too. If not, they are those of their own files."""
+
     def load(self, name: str, role: TrainedCalls) -> list[CallFuture]:
         """Queue what brings the models of a role to this state."""
 
@@ -46,6 +50,7 @@ class Beginning:
     when it is built."""
 
     state: TrainState
+    has_models: bool = False
 
     def load(self, name: str, role: TrainedCalls) -> list[CallFuture]:
         return []
