@@ -49,7 +49,7 @@ from rolepool.placement.estimate import (
     estimate_memory,
     peak_by_role,
 )
-from rolepool.placement.plan import detect_gpu_memory
+from rolepool.placement.hardware import detect_gpu_memory
 from rolepool.report.run import Run, read_run
 
 ROOT = Path(__file__).parent.parent.parent
