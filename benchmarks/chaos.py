@@ -3,7 +3,7 @@ same metrics.
 
     python benchmarks/chaos.py                                    all cases, one after another
     python benchmarks/chaos.py --cases rollout:update,reward:scoring
-    python benchmarks/chaos.py --device cuda --at-once 4 --limit 360 --json chaos.json
+    python benchmarks/chaos.py --device cuda --limit 400 --json chaos.json          26 cases, 8 side by side
 
 The run is the demo. A case is `[PLACEMENT/]VICTIM:PHASE[+HOW]`. The victim gets its fault just after
 the driver has queued the call that begins the phase. HOW is:
@@ -24,7 +24,11 @@ for times and memory. On a GPU the runs have trainer.deterministic=true. On a ma
 all ranks share it, which needs NCCL 2.30 or later (`lanes.py`).
 
 Seconds are counted from the fault: `noticed` until the driver knows about it, `replaced` until there
-are new processes with the last state, `next row` until the next step has ended.
+are new processes with the last state, `next row` until the next step has ended. The file of --json
+has a timeline of each run: when its phases began, what it said, and when its rows came.
+
+Most of a run's time is the start of its processes, and a core each is busy then. So a GPU's machine
+with 16 cores makes 8 runs side by side.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -141,17 +146,19 @@ MEASURED = ("timing_", "perf/", "pool/", "overlap/")
 NODE_OPTIONS: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 100 * 2**20}
 DRIVER_TIMEOUT_S = 300
 UNDISTURBED = "undisturbed"
+LANES_OF = {"cpu": 1, "cuda": 8}
+"""Runs side by side, unless --at-once says something else."""
 GPU_CASES = """
-together/rank1:update+wait together/rank0:update+wait together/rank1:generation together/rank0:sync
-together/rank1:snapshot together/rank1:update+stop
-actor0:update+wait critic:update actor1:snapshot critic:snapshot actor0:sync rollout:sync rollout:generation
-reward:scoring actor1:checkpoint rollout:validation actor1:start actor1:update+stop
-split/actor1:update+wait split/critic1:update+wait split/critic0:snapshot split/actor0:sync
-tp/rank1:generation+wait
-moves/actor1:update+wait moves/critic0:move
-driver:update
+moves/actor1:update+wait moves/critic0:move driver:update
+together/rank1:update+wait together/rank0:update+wait split/actor1:update+wait split/critic1:update+wait
+tp/rank1:generation+wait actor0:update+wait together/rank1:update+stop actor1:update+stop
+together/rank1:snapshot actor1:snapshot critic:snapshot split/critic0:snapshot
+together/rank0:sync actor0:sync rollout:sync split/actor0:sync
+together/rank1:generation critic:update actor1:start actor1:checkpoint
+rollout:generation rollout:validation reward:scoring
 """
-"""The default of `--device cuda`."""
+"""The default of `--device cuda`. Those that take longest are first, then those in which other ranks
+wait in a collective."""
 CPU_CASES = """
 together/rank1:update+wait together/rank1:update+stop split/critic1:update+wait tp/rank1:generation+wait
 moves/actor1:update+wait moves/critic0:move
@@ -216,17 +223,31 @@ class Outcome:
     replaced_s: float | None = None
     moves: list[dict[str, Any]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    timeline: list[tuple[float, str]] = field(default_factory=list)
+    """Seconds from the start of the run, and what happened then."""
 
 
 class Story(Observer):
     """Notes what happens in a run and when, and asks for moves."""
 
     def __init__(self, moves: dict[int, list[str]] | None = None) -> None:
+        self.began_s = time.monotonic()
+        self.phases: list[tuple[float, str]] = []
         self.rows_s: list[float] = []
         self.notices: list[tuple[float, str]] = []
         self.recoveries_s: list[float] = []
         self.trainer: Trainer | None = None
         self._moves = dict(moves or {})
+
+    @property
+    def timeline(self) -> list[tuple[float, str]]:
+        rows = [(at, f"row {number}") for number, at in enumerate(self.rows_s, start=1)]
+        recoveries = [(at, "a death is known") for at in self.recoveries_s]
+        events = sorted([*self.phases, *self.notices, *recoveries, *rows])
+        return [(round(at - self.began_s, 2), what) for at, what in events]
+
+    def on_phase(self, what: str) -> None:
+        self.phases.append((time.monotonic(), what))
 
     def on_notice(self, line: str) -> None:
         self.notices.append((time.monotonic(), line))
@@ -364,8 +385,8 @@ def run(
 ) -> Outcome:
     """Train, with the fault of a case if one is given."""
     shutil.rmtree(folder, ignore_errors=True)
-    trainer = Trainer(load_config([], [*keys, f"trainer.default_local_dir={folder}"]))
     story = Story(moves)
+    trainer = Trainer(load_config([], [*keys, f"trainer.default_local_dir={folder}"]))
     trainer.observer, story.trainer = story, trainer
     with noting_recoveries(story):
         if case is None:
@@ -380,6 +401,7 @@ def outcome_of(folder: Path, story: Story, fault_s: float | None) -> Outcome:
     """What the run folder and the story tell about a run."""
     outcome = read_rows(folder)
     outcome.notices = [line for _, line in story.notices]
+    outcome.timeline = [*story.timeline, (round(time.monotonic() - story.began_s, 2), "end")]
     if fault_s is None:
         return outcome
     seen_s = [at - fault_s for at in story.recoveries_s if at >= fault_s]
@@ -482,6 +504,7 @@ class Work(NamedTuple):
 
 def run_work(work: Work) -> dict[str, Any]:
     """Run a case, or an undisturbed run, in a lane. Returns the outcome as plain data."""
+    began_s = time.monotonic()
     folder = Path(work.folder) / work.case.replace("/", "-").replace(":", "-")
     placement, _, rest = work.case.partition("/")
     is_twin = placement == UNDISTURBED
@@ -495,6 +518,7 @@ def run_work(work: Work) -> dict[str, Any]:
     moves = None
     if name == "moves":
         moves = {step: PLACEMENTS[where].split() for step, where in MOVES.items()}
+    prepared_s = time.monotonic() - began_s
     if case is not None and case.victim == "driver":
         if work.device == "cuda":  # a Ray of its own would count the real GPUs only
             keys = [*keys, f"ray_kwargs.ray_init.address={_address_of_ray()}"]
@@ -502,7 +526,7 @@ def run_work(work: Work) -> dict[str, Any]:
     else:
         outcome = run(folder, keys, None if is_twin else work.case, moves)
     left = [path.name for path in Path("/dev/shm").glob(f"rolepool-{os.getpid()}-*")]
-    return {**asdict(outcome), "left_in_shared_memory": left}
+    return {**asdict(outcome), "left_in_shared_memory": left, "prepared_s": prepared_s}
 
 
 def _keys_for(name: str, work: Work, case: Case | None) -> list[str]:
@@ -536,6 +560,7 @@ def _use_ray(name: str, device: str) -> None:
         _cluster = None
     if not ray.is_initialized():
         lanes.start_ray(device)
+    lanes.await_free_gpus()
 
 
 # The table
@@ -600,6 +625,8 @@ class Table:
             "seconds": outcome.seconds,
             "num_rows": len(result.get("rows", ())),
             "moves": result.get("moves"),
+            "prepared_s": result.get("prepared_s"),
+            "timeline": result.get("timeline"),
         }
         words = outcome.problem or f"{len(result['rows'])} rows"
         moves = [f"{move['seconds']:.1f} s" for move in result.get("moves") or ()]
@@ -619,6 +646,8 @@ class Table:
             "moves": result.get("moves"),
             "notices": result.get("notices"),
             "left_in_shared_memory": result.get("left_in_shared_memory"),
+            "prepared_s": result.get("prepared_s"),
+            "timeline": result.get("timeline"),
         }
         if outcome.problem is None and twin.problem is None:
             entry["difference"] = difference(result["rows"], twin.result["rows"])
@@ -664,10 +693,27 @@ class Table:
         rows_s = sorted(entry["next_row_s"] for entry in entries.values() if entry["next_row_s"])
         if rows_s:
             print(f"from the fault to the next row: {rows_s[0]:.1f} to {rows_s[-1]:.1f} s")
+        self._print_starts()
         print(
             f"{self.num_good} of {len(self._cases)} cases went on and ended with equal metrics, "
             f"in {self.report['total_s']:.0f} s"
         )
+
+    def _print_starts(self) -> None:
+        """How long runs took from the first process to the first row, and all in all."""
+        entries = [*self.report["undisturbed"].values(), *self.report["cases"].values()]
+        firsts_s, ends_s = list[float](), list[float]()
+        for entry in entries:
+            for seconds, what in entry["timeline"] or ():
+                if what == "row 1":
+                    firsts_s.append(seconds)
+                elif what == "end":
+                    ends_s.append(seconds)
+        if firsts_s and ends_s:
+            print(
+                f"medians of {len(ends_s)} runs: first row after {statistics.median(firsts_s):.1f} s, "
+                f"end after {statistics.median(ends_s):.1f} s"
+            )
 
 
 def verdict_of(entry: dict[str, Any], twin: lanes.Outcome) -> str:
@@ -690,11 +736,10 @@ def verdict_of(entry: dict[str, Any], twin: lanes.Outcome) -> str:
 
 
 def jobs_of(cases: Sequence[str], folder: Path, device: str) -> list[Job]:
-    """The undisturbed run of each placement is before its first case."""
-    names: dict[str, None] = {}
-    for case in cases:
-        names.setdefault(Case.of(case).twin)
-        names.setdefault(case)
+    """The undisturbed runs of all placements are first, because without them no case can be
+    compared."""
+    twins = dict.fromkeys(Case.of(case).twin for case in cases)
+    names = [*twins, *dict.fromkeys(cases)]
     return [Job(name, Work(name, str(folder), device)) for name in names]
 
 
@@ -711,7 +756,9 @@ def main() -> int:
     )
     parser.add_argument("--cases", help="such as critic:update,tp/rank1:generation+wait")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--at-once", type=int, default=1, help="runs side by side")
+    parser.add_argument(
+        "--at-once", type=int, help="runs side by side; default: 8 on a GPU, else 1"
+    )
     parser.add_argument("--limit", type=float, default=36_000, help="seconds for all cases")
     parser.add_argument("--case-limit", type=float, default=300, help="seconds for one case")
     parser.add_argument("--json", type=Path, help="file for all results")
@@ -734,7 +781,7 @@ def main() -> int:
         run_jobs(
             jobs_of(cases, folder, options.device),
             run_work,
-            num_lanes=options.at_once,
+            num_lanes=options.at_once or LANES_OF[options.device],
             folder=folder,
             limit_s=options.limit,
             job_limit_s=options.case_limit,

@@ -29,7 +29,10 @@ from rolepool.config.fitting import gpu_memories
 
 NUM_GPUS = 4
 """What the Ray of a lane counts, if `share_one_gpu` was called."""
+NUM_CPUS = 8
+"""Ray starts as many idle processes at first, and no plan has more than four."""
 STORE_BYTES = 256 * 2**20
+GPUS_TIMEOUT_S = 60.0
 SECONDS_BETWEEN_STARTS = 1.0
 POLL_S = 0.5
 MARK = "===== "
@@ -80,13 +83,27 @@ def start_ray(device: str) -> None:
     options: dict[str, Any] = {"num_gpus": NUM_GPUS} if device == "cuda" else {}
     ray.init(
         address="local",
-        num_cpus=16,
+        num_cpus=NUM_CPUS,
         include_dashboard=False,
         object_store_memory=STORE_BYTES,
         logging_level="ERROR",
         log_to_driver=False,
         **options,
     )
+
+
+def await_free_gpus() -> None:
+    """Wait until all GPUs that the Ray of this process counts are free. Just after a run some may
+    not be, and the next plan would not get the ones with the lowest numbers."""
+    deadline = time.monotonic() + GPUS_TIMEOUT_S
+    num_gpus = ray.cluster_resources().get("GPU", 0)
+    while ray.available_resources().get("GPU", 0) < num_gpus:
+        if time.monotonic() > deadline:
+            free = ray.available_resources().get("GPU", 0)
+            raise TimeoutError(
+                f"{free:g} of {num_gpus:g} GPUs are free after {GPUS_TIMEOUT_S:.0f} s"
+            )
+        time.sleep(POLL_S)
 
 
 class Lane:
