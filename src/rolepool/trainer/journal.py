@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import Config
-from rolepool.metrics.run_folder import Loggers, RunFolder, write_samples
+from rolepool.metrics.loggers import Loggers
+from rolepool.metrics.run_folder import RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.sharding_times import SHARDING_FILE, ShardingTimes
 from rolepool.metrics.spans import Recorded, Span

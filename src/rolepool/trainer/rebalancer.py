@@ -16,10 +16,11 @@ from rolepool.config import Config, LoadedConfig
 from rolepool.config.fitting import num_cores
 from rolepool.errors import RolepoolError, one_line
 from rolepool.placement import Plan, build_plan
-from rolepool.placement.plan import detect_gpu_memory
+from rolepool.placement.hardware import detect_gpu_memory
+from rolepool.planner.layouts import places
 from rolepool.planner.predict import Prediction, Predictor
 from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
-from rolepool.planner.search import places, search
+from rolepool.planner.search import search
 from rolepool.report.predicted import identity_of, read_recordings, recordings_of
 from rolepool.report.run import open_run, read_run
 from rolepool.trainer.moves import moved
