@@ -30,7 +30,7 @@ from rolepool.report.console_logs import read_logs
 from rolepool.report.run import read_run
 from rolepool.trainer.interrupt import SAME_SIGNAL_S
 from rolepool.trainer.loop import Observer, Trainer
-from rolepool.trainer.rows import NUM_TRAINING_SAMPLES
+from rolepool.trainer.samples import NUM_TRAINING_SAMPLES
 from span_times import extent_s, overlap_s
 
 RECIPES = Path(__file__).parents[2] / "recipes"

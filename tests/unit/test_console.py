@@ -14,7 +14,7 @@ import pytest
 
 from rolepool.report.console_logs import parse_log
 from rolepool.trainer.console import TrainingConsole, short_line, validations_in_words
-from rolepool.trainer.rows import MAX_RECORDED_STEPS, question_of, records_responses
+from rolepool.trainer.samples import MAX_RECORDED_STEPS, question_of, records_responses
 
 STEP = {
     "training/num_steps": 60.0,

@@ -23,8 +23,10 @@ from rolepool.placement import ResourcePoolManager, Role
 from rolepool.placement.plan import place
 from rolepool.protocol import DataProto, unpad
 from rolepool.trainer.advantages import Estimator
-from rolepool.trainer.rows import ScoredResponse, length_metrics, step_row, validation_metrics
+from rolepool.trainer.rows import length_metrics, step_row
+from rolepool.trainer.samples import ScoredResponse
 from rolepool.trainer.step import StepCalls
+from rolepool.trainer.validation import validation_metrics
 
 # A step of four rows. The third response is aborted: it has no tokens.
 

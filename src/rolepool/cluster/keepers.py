@@ -2,7 +2,7 @@
 that node write.
 
 Owns these folders, and the second copy of each file on another node. The ranks write the files, and
-the trainer knows when and which (`rolepool.trainer.checkpoint`). A rank's files are listed in the
+the trainer knows when and which (`rolepool.trainer.snapshots`). A rank's files are listed in the
 order in which they are copied, with paths relative to the folder. The last one is its marker:
 without the marker, the others do not count.
 """

@@ -7,7 +7,7 @@ the config, such as `critic.model`. Code from its folder runs only if the user a
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -169,10 +169,11 @@ def _without_weights(
     if make.__name__ == "from_config":
         settings["trust_remote_code"] = _is_trusted(config, section)
     with explained(f"{section}.path={path}: cannot be loaded", FIX, *UNREADABLE), no_init_weights():
-        model: nn.Module = make(model_config, **settings)
+        model: Any = make(model_config, **settings)
+    model.tie_weights()  # without initialization transformers leaves it out
     model.eval()  # as `from_pretrained` does
     _remove_dropout(model)
-    return model
+    return cast(nn.Module, model)
 
 
 def _remove_dropout(model: nn.Module) -> None:

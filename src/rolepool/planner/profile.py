@@ -277,7 +277,8 @@ class Profile:
             self._measured[operation, part].append(MeasuredWork(work, num_ranks, seconds))
 
         self._add_totals(rows.totals[operation], spans, config.rows_of_step)
-        if operation == FIRST_OPERATION:
+        known = OPERATIONS.get(operation)
+        if known is not None and known.generates:
             slowest = max(spans, key=lambda span: span.duration_s)
             _add_generation(rows, config.data, slowest)
 

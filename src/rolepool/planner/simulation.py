@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rolepool.metrics.spans import DRIVER, RULE_POOL
 from rolepool.placement.plan import Plan, Schedule
-from rolepool.placement.roles import FIRST_OPERATION, Role
+from rolepool.placement.roles import Role
 
 NUM_STEPS = 4
 """Steps that are simulated. Only the last one counts, because the first ones begin with idle
@@ -53,14 +53,10 @@ class Simulated(NamedTuple, Generic[Duration]):
 
     @property
     def _bounds(self) -> tuple[int, int]:
-        """The positions of the generations that begin and end the step."""
-        generations = [
-            position
-            for position, call in enumerate(self.calls)
-            if call.operation == FIRST_OPERATION
-        ]
-        begin, end = generations[-2:]
-        return begin, end
+        """The positions of the calls that begin this step and the next one."""
+        end = len(self.calls) - 1
+        calls_per_step = end // (NUM_STEPS - 1)
+        return end - calls_per_step, end
 
     @property
     def step_s(self) -> Duration:

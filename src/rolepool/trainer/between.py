@@ -13,7 +13,7 @@ from rolepool.trainer.deployment import Deployment
 from rolepool.trainer.mover import Mover
 from rolepool.trainer.parts import RunParts
 from rolepool.trainer.recovery import Recovery
-from rolepool.trainer.rows import validate
+from rolepool.trainer.validation import validate
 
 
 class BetweenSteps:

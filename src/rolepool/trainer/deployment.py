@@ -65,6 +65,8 @@ class Deployment(AbstractContextManager["Deployment"]):
         """None before the first `restore`."""
         self._monitors: Monitors | None = None
         """None until roles are built, because a measurement of sharding must not be disturbed."""
+        self.sharding = ShardingTimes(times=[])
+        """What sharding costs on these processes, if it was measured."""
         self._held: dict[str, tuple[WorkerGroup, int]] = {}
         """For each trained role whose models have a known state: its processes and the step."""
 
@@ -155,18 +157,18 @@ class Deployment(AbstractContextManager["Deployment"]):
         self.plan = self.cluster.plan
         self.snapshots.have_moved()
 
-    def measure_sharding(self) -> ShardingTimes:
+    def measure_sharding(self) -> None:
         """Measure what sharding costs on these processes, which must not have roles yet.
 
         On GPUs it is not measured yet: nobody has seen it there, and ranks that wait for a failed
         one would hang.
         """
         if self.cluster.gpu_memory_bytes is not None:
-            return ShardingTimes(times=[])
+            return
         times = []
         for times_of_group in self.cluster.measure(measure_sharding):
             times += times_of_group
-        return ShardingTimes(times=times)
+        self.sharding = ShardingTimes(times=times)
 
     def __exit__(
         self,

@@ -19,21 +19,15 @@ from rolepool.config import Config
 from rolepool.metrics.loggers import Loggers
 from rolepool.metrics.run_folder import RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
-from rolepool.metrics.sharding_times import SHARDING_FILE, ShardingTimes
+from rolepool.metrics.sharding_times import SHARDING_FILE
 from rolepool.metrics.spans import Recorded, Span
 from rolepool.trainer.bad_steps import BadSteps
 from rolepool.trainer.console import NUM_SHOWN_SAMPLES, Observer
 from rolepool.trainer.paper import schedule_of
 from rolepool.trainer.pipeline import RunningStep
-from rolepool.trainer.rows import (
-    NUM_SAMPLES,
-    NUM_TRAINING_SAMPLES,
-    length_metrics,
-    record,
-    records_responses,
-    samples_of,
-    step_row,
-)
+from rolepool.trainer.rows import length_metrics, record, step_row
+from rolepool.trainer.samples import NUM_TRAINING_SAMPLES, records_responses, samples_of
+from rolepool.trainer.validation import NUM_SAMPLES
 
 if TYPE_CHECKING:
     from rolepool.trainer.deployment import Deployment
@@ -74,12 +68,10 @@ class Journal:
         self,
         after_step: int | None,
         deployment: Deployment,
-        sharding: ShardingTimes,
         death: Death | None,
     ) -> None:
         """Begin to write. What an earlier run wrote after this step is moved aside; None moves the
-        whole run. `sharding` is what sharding costs on these processes, if it was measured. `death`
-        is that of the driver before this one, if there was one."""
+        whole run. `death` is that of the driver before this one, if there was one."""
         adds_a_validation = self._config.trainer.val_only and after_step is not None
         if not adds_a_validation:
             aside = self.folder.begin(after_step)
@@ -88,8 +80,8 @@ class Journal:
                 what = "an earlier run" if is_new else f"what came after step {after_step}"
                 self.notice(f"{what} was moved to {aside}")
             self.add_plan(self.last_step + 1, deployment)
-            if sharding.times:
-                self.folder.write(SHARDING_FILE, sharding.model_dump_json(indent=2))
+            if deployment.sharding.times:
+                self.folder.write(SHARDING_FILE, deployment.sharding.model_dump_json(indent=2))
         if death is not None:
             self._add_driver_restart(death)
         self._loggers = Loggers(self._config, self.folder.path)

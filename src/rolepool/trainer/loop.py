@@ -71,7 +71,7 @@ class Trainer:
             self.journal.notice(f"no checkpoint will be saved (trainer.save_freq=-1): {lost}")
         measures = is_worth_measuring(parts.config, self.num_steps - start.step)
         deployment = self.recovery.start(start, cleanup, measures=measures)
-        self.journal.begin(start.after_step, deployment, self.recovery.sharding, self.death)
+        self.journal.begin(start.after_step, deployment, self.death)
         cleanup.callback(self.journal.close)
         deployment.watchdog.begin("starting")
         mover = Mover(deployment, self.journal, first_step=start.step, num_steps=self.num_steps)

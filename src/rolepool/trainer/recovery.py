@@ -10,7 +10,6 @@ import time
 from contextlib import ExitStack, suppress
 
 from rolepool.errors import WorkerError
-from rolepool.metrics.sharding_times import ShardingTimes
 from rolepool.trainer.beginning import StartPoint
 from rolepool.trainer.deployment import Build, Deployment
 from rolepool.trainer.mover import Move
@@ -32,8 +31,6 @@ class Recovery:
         """Since the last new row."""
         self._last_step = 0
         """The step of that row."""
-        self.sharding = ShardingTimes(times=[])
-        """What sharding costs on the processes of the start, if it was measured."""
 
     # What can happen
 
@@ -43,7 +40,7 @@ class Recovery:
         try:
             deployment = cleanup.enter_context(self._open())
             if measures:
-                self.sharding = deployment.measure_sharding()
+                deployment.measure_sharding()
             self._journal.observer.on_phase("loading models")
             if self._checkpoints.are_saved or start.checkpoint is not None:
                 self._checkpoints.check_folder_is_shared(deployment.trained_groups)

@@ -23,7 +23,7 @@ from rolepool.trainer.advantages import repeated
 from rolepool.trainer.build import stop_tokens_of
 from rolepool.trainer.console import Observer
 from rolepool.trainer.loop import Trainer
-from rolepool.trainer.rows import question_of
+from rolepool.trainer.samples import question_of
 
 DEFAULT_SAMPLES = 8
 """Responses to each prompt if rollout.n is 1, because one response has nothing to differ from."""

@@ -1,0 +1,88 @@
+"""Responses with their texts and scores, as a run records and shows them."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rolepool.data.rewards import PRED
+from rolepool.protocol import DataProto
+from rolepool.protocol.columns import TOKENS, rows_of_responses
+from rolepool.trainer.advantages import reward_numbers
+
+NUM_TRAINING_SAMPLES = 8
+"""The number of responses of a training step whose texts are recorded."""
+MAX_RECORDED_STEPS = 20
+"""In about so many training steps some responses are recorded."""
+
+
+class ScoredResponse(NamedTuple):
+    """A response in a validation: its numbers by variable, and the answer in it if the reward
+    function returned one."""
+
+    data_source: str
+    numbers: Mapping[str, float]
+    pred: str | None = None
+
+
+def records_responses(step: int, num_steps: int) -> bool:
+    """Whether some responses of a training step are recorded: those of the first, of the last, and
+    of some others."""
+    every = math.ceil(num_steps / MAX_RECORDED_STEPS)
+    return step in (1, num_steps) or step % every == 0
+
+
+def samples_of(
+    prompts: DataProto, rollouts: Any, scored: DataProto, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[dict[str, Any]]:
+    """The texts, ground truth, score and data source of each response, and other numbers of the
+    reward function. `rollouts` is the future of the generation; only its tokens are fetched."""
+    columns = prompts.non_tensor_batch
+    graded = scored_responses(columns["data_source"], scored)
+    for index, response in enumerate(rows_of_responses(rollouts.get(keys=TOKENS).batch)):
+        numbers = dict(graded[index].numbers)
+        sample = {
+            "prompt": tokenizer.decode(columns["raw_prompt_ids"][index], skip_special_tokens=True),
+            "question": question_of(columns["raw_prompt"][index]),
+            "response": tokenizer.decode(response, skip_special_tokens=True),
+            "ground_truth": (columns["reward_model"][index] or {}).get("ground_truth"),
+            "score": numbers.pop("reward"),
+            "data_source": columns["data_source"][index],
+        }
+        yield {
+            **sample,
+            **numbers,
+            **sample,
+        }  # a number with the name of a column does not replace it
+
+
+def question_of(prompt: Any) -> str:
+    """What a prompt asks, without the words of the chat template: the last message of the user, or
+    a prompt that is a plain string."""
+    if isinstance(prompt, str):
+        return prompt
+    asked = [message for message in prompt if message.get("role") == "user"] or list(prompt)
+    content = asked[-1].get("content") if asked else ""
+    if isinstance(content, str):
+        return content
+    pieces = [piece.get("text") for piece in content or () if isinstance(piece, Mapping)]
+    return " ".join(piece for piece in pieces if isinstance(piece, str))
+
+
+def scored_responses(data_sources: Iterable[str], scored: DataProto) -> list[ScoredResponse]:
+    scores = scored.batch["scores"].tolist()
+    preds = scored.non_tensor_batch.get(PRED, [None] * len(scores))
+    others = {name.removeprefix("reward/"): array for name, array in reward_numbers(scored).items()}
+    found = []
+    for index, (data_source, score, pred) in enumerate(
+        zip(data_sources, scores, preds, strict=True)
+    ):
+        numbers = {
+            name: float(array[index])
+            for name, array in others.items()
+            if not np.isnan(array[index])
+        }
+        found.append(ScoredResponse(data_source, {**numbers, "reward": score}, pred))
+    return found
