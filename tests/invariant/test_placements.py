@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import load_config
-from rolepool.data.demo import Demo, make_demo
+from rolepool.data.demo import Demo
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
@@ -102,11 +102,6 @@ class WatchedRollout:
         if self.replayed is None:
             return self.sampled[-1]
         return self.sampled[-1].union(self.replayed.sampled[len(self.sampled) - 1])
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    return make_demo(tmp_path_factory.mktemp("demo") / "data")
 
 
 @pytest.fixture(scope="module", autouse=True)

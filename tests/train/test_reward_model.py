@@ -24,7 +24,7 @@ from transformers import (
 
 from rolepool.config import LoadedConfig, load_config
 from rolepool.config.model_keys import PolicyModelConfig
-from rolepool.data.demo import Demo, make_demo
+from rolepool.data.demo import Demo
 from rolepool.data.prompts import load_tokenizer
 from rolepool.errors import ConfigError, DataError
 from rolepool.placement import Role
@@ -53,11 +53,6 @@ class Course(NamedTuple):
     pool_of: dict[Role, str]
     steps: list[Scored]
     metrics: list[dict[str, float]]
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    return make_demo(tmp_path_factory.mktemp("demo") / "data")
 
 
 @pytest.fixture(scope="module")

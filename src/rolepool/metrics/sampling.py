@@ -4,7 +4,7 @@ and psutil."""
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
 from typing import Any, NamedTuple, NotRequired
@@ -90,12 +90,7 @@ class NodeMonitor:
         processes = {one: psutil.Process(one.pid) for one in watched if psutil.pid_exists(one.pid)}
         for process in processes.values():
             process.cpu_percent()  # the next call measures from here
-        indices = sorted({one.gpu for one in watched if one.gpu is not None})
-        if indices:
-            pynvml.nvmlInit()
-        self._gpus: dict[int, Any] = {
-            index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices
-        }
+        self._gpus = _handles({one.gpu for one in watched if one.gpu is not None})
         self._roles, self._processes = roles, processes
 
     def take(self) -> list[dict[str, Any]]:
@@ -106,20 +101,21 @@ class NodeMonitor:
         """What the GPUs use now, and the processes that are still running."""
         gpus, processes = [], []
         for index, handle in self._gpus.items():
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            sizes = {"memory_bytes": int(memory.used), "memory_total_bytes": int(memory.total)}
-            utilization = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-            power_w = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
-            pools = sorted({one.pool for one in self._processes if one.gpu == index})
-            gpus.append(
-                {
-                    "index": index,
-                    "utilization": utilization,
-                    **sizes,
-                    "power_w": power_w,
-                    "pools": pools,
-                }
-            )
+            with suppress(pynvml.NVMLError):  # the GPU has failed, or cannot tell one of these
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+                sizes = {"memory_bytes": int(memory.used), "memory_total_bytes": int(memory.total)}
+                utilization = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+                power_w = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+                pools = sorted({one.pool for one in self._processes if one.gpu == index})
+                gpus.append(
+                    {
+                        "index": index,
+                        "utilization": utilization,
+                        **sizes,
+                        "power_w": power_w,
+                        "pools": pools,
+                    }
+                )
         for (pid, pool, rank, _), process in self._processes.items():
             with suppress(psutil.Error):  # the process has ended
                 used = {
@@ -136,6 +132,23 @@ class NodeMonitor:
                     }
                 )
         return {"time_s": time.time(), "node": self._node, "gpus": gpus, "processes": processes}
+
+
+def _handles(indices: Collection[int]) -> dict[int, Any]:
+    """NVML's handles of the GPUs with these indices.
+
+    A GPU that NVML does not know is left out, because Ray can be told to count more GPUs than the
+    node has, and a container may hide some of them from NVML.
+    """
+    handles: dict[int, Any] = {}
+    if not indices:
+        return handles
+    with suppress(pynvml.NVMLError):  # no driver
+        pynvml.nvmlInit()
+        for index in sorted(indices):
+            with suppress(pynvml.NVMLError):
+                handles[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
+    return handles
 
 
 def pool_use(sample: Mapping[str, Any]) -> dict[str, tuple[float, float]]:

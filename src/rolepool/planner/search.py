@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from rolepool.config import Config
 from rolepool.errors import ConfigError, RolepoolError
+from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import MemoryEstimate
 from rolepool.placement.parallel import dims_of
@@ -25,7 +26,6 @@ from rolepool.placement.plan import (
     ResourcePool,
     ResourcePoolManager,
     ScheduledCall,
-    build_plan,
     place,
 )
 from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles

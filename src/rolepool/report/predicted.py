@@ -21,7 +21,8 @@ from rolepool.errors import ConfigError, RolepoolError, collected, explained, fi
 from rolepool.files import atomic_path
 from rolepool.metrics.sharding_times import SHARDING_FILE, ShardingTimes
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span
-from rolepool.placement.plan import build_plan, detect_gpu_memory, parse_inventory, parse_memory
+from rolepool.placement import build_plan
+from rolepool.placement.hardware import detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
 from rolepool.planner.predict import Prediction, Predictor, ScheduleOf
 from rolepool.planner.profile import SYNC, Profile, Recording

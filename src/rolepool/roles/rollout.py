@@ -18,7 +18,7 @@ from rolepool.errors import logger
 from rolepool.models.loading import load_policy
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.protocol.worker import part
+from rolepool.protocol.part_times import part
 from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import ModelRole, Setup
 from rolepool.roles.rollout_columns import columns_of, rows_of, token_columns

@@ -179,7 +179,8 @@ class StreamedEngine(Engine):
     """The part of the model that this rank has; None is all of it."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.version = model, 0
+        self.model = model
+        self.version = 0
         self._asleep = False
         self._arriving: WeightStream | None = None
         """An update of the weights that has not ended, or that failed."""

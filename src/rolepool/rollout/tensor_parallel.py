@@ -18,7 +18,8 @@ from rolepool.config.model_files import why_not_parallel
 from rolepool.errors import ConfigError, DataError, first_few
 from rolepool.weights.digests import Digest, Digests
 
-_BY_OUTPUT, _BY_INPUT = 0, 1
+_BY_OUTPUT = 0
+_BY_INPUT = 1
 
 
 class Shard:
@@ -30,7 +31,8 @@ class Shard:
         counts = (model_config.num_attention_heads, num_kv_heads, model_config.intermediate_size)
         if (problem := why_not_parallel(*counts, size)) is not None:
             raise ConfigError(problem)
-        self._size, self._rank = size, rank
+        self._size = size
+        self._rank = rank
         self._splits = dict.fromkeys(("q_proj", "gate_proj", "up_proj"), (_BY_OUTPUT, size))
         self._splits |= dict.fromkeys(("k_proj", "v_proj"), (_BY_OUTPUT, min(size, num_kv_heads)))
         self._splits |= dict.fromkeys(("o_proj", "down_proj"), (_BY_INPUT, size))
@@ -42,7 +44,9 @@ class Shard:
         if num_parts == 1:
             return whole
         if dim >= whole.dim():
-            return whole if self._rank == 0 else torch.zeros_like(whole)
+            if self._rank == 0:
+                return whole
+            return torch.zeros_like(whole)
         length = whole.shape[dim] // num_parts
         return whole.narrow(dim, self._rank * num_parts // self._size * length, length)
 
@@ -78,7 +82,9 @@ class TensorParallel(NamedTuple):
     @staticmethod
     def over_neighbours(size: int) -> "TensorParallel":
         """Groups of `size` adjacent ranks. All ranks of the process group must call this."""
-        return TensorParallel(size, dist.new_subgroups(size)[0]) if size > 1 else TensorParallel()
+        if size > 1:
+            return TensorParallel(size, dist.new_subgroups(size)[0])
+        return TensorParallel()
 
     def sum(self, partial: Tensor) -> Tensor:
         """Add up the ranks' tensors in place. The result is identical on all ranks."""
@@ -110,7 +116,8 @@ class WeightStream:
     """
 
     def __init__(self, model: nn.Module, shard: Shard | None) -> None:
-        self._targets, self._shard = model.state_dict(keep_vars=True), shard
+        self._targets = model.state_dict(keep_vars=True)
+        self._shard = shard
         self._arrived: set[str] = set()
         self._digests = Digests()
 
@@ -123,9 +130,10 @@ class WeightStream:
             if name in self._arrived:
                 raise DataError(f"weights: {name} was sent twice")
             target = self._targets[name]
-            shape = (
-                target.shape if self._shard is None else self._shard.whole_shape(name, target.shape)
-            )
+            if self._shard is None:
+                shape = target.shape
+            else:
+                shape = self._shard.whole_shape(name, target.shape)
             if tensor.shape != shape:
                 raise DataError(
                     f"weights: {name} has shape {list(tensor.shape)}, the model's {list(shape)}"

@@ -25,7 +25,7 @@ from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import estimate_memory
-from rolepool.placement.plan import detect_gpu_memory
+from rolepool.placement.hardware import detect_gpu_memory
 from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
 from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
 from rolepool.planner.search import places, search
