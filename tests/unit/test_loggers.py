@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from rolepool.config import load_config, not_trained
-from rolepool.metrics import run_folder, sampling
-from rolepool.metrics.run_folder import Loggers
+from rolepool.config import Config, load_config, not_trained
+from rolepool.metrics import loggers, sampling
+from rolepool.metrics.loggers import Loggers
 from rolepool.metrics.sampling import NodeMonitor, Watched, pool_use, pool_utilization
 
 
@@ -40,12 +40,14 @@ def test_tensorboard_shows_the_rows_as_ordinary_scalars(tmp_path: Path) -> None:
 def test_a_logger_that_fails_is_warned_of_once_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def log(step: int, metrics: object) -> None:
-        raise OSError("no space left on device")
+    class FullDisk(loggers.TensorBoard):
+        def __init__(self, config: Config, folder: Path) -> None:
+            """Needs no library."""
 
-    monkeypatch.setitem(
-        run_folder.MAKERS, "tensorboard", lambda config, folder: (log, lambda: None)
-    )
+        def log(self, step: int, metrics: object) -> None:
+            raise OSError("no space left on device")
+
+    monkeypatch.setitem(loggers.LOGGERS, "tensorboard", FullDisk)
     monkeypatch.setattr(not_trained, "find_spec", lambda name: object())
     made = Loggers(load_config([], ["trainer.logger=[tensorboard]"]).config, tmp_path)
     with caplog.at_level(logging.WARNING):
