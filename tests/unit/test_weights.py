@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,24 @@ def test_an_engine_says_what_is_in_its_model_and_not_what_it_was_given() -> None
 def test_an_engine_with_shared_weights_says_so_and_hashes_nothing() -> None:
     engine = TransformersEngine(make_model("qwen2"), 4, shared_weights=True)
     assert engine.update_weights((), 5) == Receipt(5, {}, is_shared=True)
+
+
+def test_the_receipt_of_the_engines_page_is_accepted(root: Path) -> None:
+    page = (root / "docs" / "engines.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(from rolepool\.weights.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)  # it is our own page
+    members = {"update_weights": names["update_weights"], "digests": None, "version": 0}
+    engine: Any = type("UsersEngine", (), members)()
+    engine.model = make_model("qwen2").requires_grad_(False)
+    source = source_of(make_model("qwen2", seed=1))
+    for _ in range(2):
+        sent, got = deliver(source, engine)
+        assert got is not None
+        assert engine.version == 1
+        check_receipt(sent, got, "the engine")
+    with pytest.raises(WeightsDifferError, match=Q_PROJ):
+        check_receipt(*deliver(source, engine, damaged=Q_PROJ), "the engine")
 
 
 # vLLM

@@ -69,6 +69,15 @@ class Config(Section):
         """Responses that a step samples and trains on."""
         return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
 
+    def rows_of_mini_batch(self, keys: model_keys.ActorConfig | model_keys.CriticConfig) -> int:
+        """Responses of one optimizer step of the role with these keys."""
+        return keys.ppo_mini_batch_size * self.actor_rollout_ref.rollout.n
+
+    @property
+    def tokens_of_longest_row(self) -> int:
+        """The tokens of the longest prompt and of the longest response to it."""
+        return self.data.max_prompt_length + self.data.max_response_length
+
 
 @dataclass(frozen=True)
 class Key:
@@ -318,7 +327,7 @@ def _about_tokens(config: Config, section: str) -> Iterator[str]:
     keys = config.at(section)
     if keys.use_dynamic_bsz:
         tokens = keys.ppo_max_token_len_per_gpu
-        longest = config.data.max_prompt_length + config.data.max_response_length
+        longest = config.tokens_of_longest_row
         if tokens < longest:
             reason = f"one sequence may have {longest} tokens (data.max_prompt_length + data.max_response_length)"
             yield f"{section}.ppo_max_token_len_per_gpu={tokens}: {reason}; use at least {longest}"

@@ -144,8 +144,8 @@ def _micro_batches(config: Config, plan: Plan, role: Role) -> Iterator[str]:
     for operation, keys in spec.batched:
         if not operation.trains or config.at(keys.by_tokens):
             continue
-        num_prompts: int = config.at(f"{spec.section}.ppo_mini_batch_size")
-        per_gpu, rest = divmod(num_prompts * config.actor_rollout_ref.rollout.n, parts)
+        num_rows = config.rows_of_mini_batch(config.at(spec.section))
+        per_gpu, rest = divmod(num_rows, parts)
         size: int | None = config.at(keys.rows)
         # If the mini-batch cannot be split into `parts`, `_batches` says so.
         if size is None or rest or per_gpu <= size or per_gpu % size == 0:

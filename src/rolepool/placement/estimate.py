@@ -437,7 +437,7 @@ def held_model(config: Config, role: Role, dims: ParallelDims) -> HeldModel:
     else:
         num_params = shape.num_params
         num_logit_tokens = config.data.max_response_length
-    num_row_tokens = config.data.max_prompt_length + config.data.max_response_length
+    num_row_tokens = config.tokens_of_longest_row
     return HeldModel(
         shape,
         num_params,
@@ -461,7 +461,7 @@ def _role_memory(
     spec = ROLE_SPECS[role]
     rollout = config.actor_rollout_ref.rollout
     dims = plan.dims_of(config, role)
-    batch_rows = -(-config.data.train_batch_size * rollout.n // dims.dp)
+    batch_rows = -(-config.rows_of_step // dims.dp)
     if not spec.batched:
         num_sequences = min(batch_rows, rollout.max_num_seqs)
         shape = shape_of(config, role)
@@ -472,8 +472,7 @@ def _role_memory(
     for operation, size in sizes.items():
         num_rows = batch_rows
         if size.recomputes is not None:
-            mini_batch_size = config.at(spec.section).ppo_mini_batch_size
-            num_rows = -(-mini_batch_size * rollout.n // dims.dp)
+            num_rows = -(-config.rows_of_mini_batch(config.at(spec.section)) // dims.dp)
         chosen = held.choose(size, num_rows, room)
         num_tokens = held.length * chosen.most_rows(num_rows, held.length)
         memories.append(held.memory(chosen, num_rows, num_tokens))

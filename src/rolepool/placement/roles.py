@@ -242,7 +242,7 @@ def model_of(config: Config, role: Role) -> tuple[str | None, Mapping[str, Any]]
 
 def longest_row(config: Config, role: Role) -> int:
     """Tokens of the longest row that a role reads."""
-    whole = config.data.max_prompt_length + config.data.max_response_length
+    whole = config.tokens_of_longest_row
     key = ROLE_SPECS[role].max_length
     if key is not None:
         return min(whole, config.at(key) or whole)

@@ -103,7 +103,7 @@ def _recordings_of_log(path: Path, num_gpus: int | None) -> Iterator[Recording]:
         config = load_config([], words).config
         plan = build_plan(config)
         roles = {one.name: role for role, spec in ROLE_SPECS.items() for one in spec.operations}
-        num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n // num_gpus
+        num_rows = config.rows_of_step // num_gpus
         spans: list[Recorded] = []
         now = 0.0
         for step, row in metrics.items():

@@ -127,7 +127,7 @@ class ModelRole(Worker):
             if setup.micro_batches is None
             else setup.micro_batches
         )
-        width = config.data.max_prompt_length + config.data.max_response_length
+        width = config.tokens_of_longest_row
         self.part_sums = PartSums(self.context.dims, self.device)
         self.micro_batches = {
             operation.method: MicroBatches(
@@ -245,11 +245,7 @@ class TrainedRole(ModelRole):
         Ranks exchange their counts before the first mini-batch, and metrics are read after the last
         one, so that the host does not wait for the device in between."""
         start_s = time.perf_counter()
-        num_rows = (
-            self.keys.ppo_mini_batch_size
-            * self.config.actor_rollout_ref.rollout.n
-            // self.context.dims.dp
-        )
+        num_rows = self.config.rows_of_mini_batch(self.keys) // self.context.dims.dp
         batches = data.split(num_rows)
         with self.trained.on_device(training=True):
             counts = count_losses(

@@ -108,7 +108,7 @@ class Rollout(ModelRole):
 
     def smaller(self, method: str) -> list[str]:
         section, own = self.spec.section, []
-        num_sequences = self.config.data.train_batch_size * self.keys.n // self.context.dims.dp
+        num_sequences = self.config.rows_of_step // self.context.dims.dp
         num_at_once = min(self.keys.max_num_seqs, num_sequences)
         if method == "generate_sequences" and num_at_once > 1:
             own.append(f"{section}.max_num_seqs={num_at_once // 2}")

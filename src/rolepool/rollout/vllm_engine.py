@@ -59,7 +59,7 @@ def vllm_engine(
     keys = config.actor_rollout_ref.rollout
     model_keys = config.actor_rollout_ref.model
     on_cpu = context.device == "cpu"
-    length = config.data.max_prompt_length + config.data.max_response_length
+    length = config.tokens_of_longest_row
     arguments = {
         "model": str(Path(str(model_keys.path)).expanduser()),
         "trust_remote_code": model_keys.trust_remote_code,
@@ -122,7 +122,7 @@ def _cache_bytes(config: Config, dims: ParallelDims, load_model: Callable[[], nn
     memory = generation_memory(config, shape, dims, keys.max_num_seqs, limit=None, room=None)
     free_bytes = share_bytes - memory.weights
     room_bytes = cache_room(share_bytes, free_bytes, memory.weights, keys.gpu_memory_utilization)
-    length = config.data.max_prompt_length + config.data.max_response_length
+    length = config.tokens_of_longest_row
     # One block more for each sequence, because vLLM keeps one block for itself.
     tokens_in_blocks = _BLOCK_TOKENS * (math.ceil(length / _BLOCK_TOKENS) + 1)
     wanted_bytes = memory.kv_cache * tokens_in_blocks // length

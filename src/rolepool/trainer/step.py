@@ -240,7 +240,7 @@ def update_orders(
     The rows of a mini-batch depend only on seed and step; they are balanced over ranks inside the
     mini-batch.
     """
-    rows_per_mini_batch = keys.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    rows_per_mini_batch = config.rows_of_mini_batch(keys)
     for epoch in range(keys.ppo_epochs):
         rows = np.arange(len(lengths))
         if keys.shuffle:

@@ -58,13 +58,16 @@ class SameProcess(Channel):
     if its engine generates with the actor's own tensors."""
 
     _transfer: CallFuture | None = None
+    _copies_nothing = False
+    """Whether the engines of all ranks generate with the actor's own tensors, as their first
+    receipts have said. Then nobody waits for later ones."""
 
     def send(self, version: int) -> list[CallFuture]:
         self._transfer = self._rollout.take_weights_here(version)
         return [self._transfer]
 
     def check(self) -> None:
-        if self._transfer is None:
+        if self._transfer is None or self._copies_nothing:
             return
         deliveries: list[Delivery] = self._transfer.get()
         # All ranks have gathered the same weights, so one of them says what these are.
@@ -72,6 +75,8 @@ class SameProcess(Channel):
         if sent is not None:
             for rank, delivery in enumerate(deliveries):
                 check_receipt(sent, delivery.got, _name_of(self._rollout, rank))
+        receipts = [delivery.got for delivery in deliveries]
+        self._copies_nothing = all(got is not None and got.is_shared for got in receipts)
         self._transfer = None
 
 
