@@ -80,7 +80,9 @@ def arguments_of(
     if style is Style.RESPONSE:
         (row,) = rows
         return row.inputs
-    lists = {name: [row.inputs[name] for row in rows] for name in INPUTS}
+    lists: dict[str, list[Any]] = {}
+    for name in INPUTS:
+        lists[name] = [row.inputs[name] for row in rows]
     if style is Style.SOLUTION_STRS:
         return {f"{name}s": values for name, values in lists.items()}
     return _with_columns(rows, lists, answer_key)
@@ -90,18 +92,23 @@ def _with_columns(
     rows: Sequence[Row], lists: dict[str, list[Any]], answer_key: str | None
 ) -> dict[str, Any]:
     """The arguments of style COMPLETIONS. A column that some rows do not have has None there."""
-    own = {
+    extras = [extra or {} for extra in lists["extra_info"]]
+    # The names of all rows, in the order in which they come.
+    names: dict[Any, None] = {}
+    for extra in extras:
+        names.update(dict.fromkeys(extra))
+    columns: dict[str, Any] = {}
+    for name in names:
+        columns[str(name)] = [extra.get(name) for extra in extras]
+    arguments = {
         "prompts": [row.prompt for row in rows],
         "completions": [_completion(row) for row in rows],
         "data_source": lists["data_source"],
         "ground_truth": lists["ground_truth"],
     }
     if answer_key is not None:
-        own[answer_key] = lists["ground_truth"]
-    extras = [extra or {} for extra in lists["extra_info"]]
-    names = dict.fromkeys(name for extra in extras for name in extra)
-    columns = {str(name): [extra.get(name) for extra in extras] for name in names}
-    return {**columns, **own}
+        arguments[answer_key] = lists["ground_truth"]
+    return {**columns, **arguments}
 
 
 def _completion(row: Row) -> Any:
@@ -160,11 +167,11 @@ def check_signature(
 def required_parameters(function: Callable[..., Any]) -> list[str]:
     """The names of the parameters that have no default."""
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return [
-        name
-        for name, parameter in _parameters(function).items()
-        if parameter.kind not in variable and parameter.default is parameter.empty
-    ]
+    required: list[str] = []
+    for name, parameter in _parameters(function).items():
+        if parameter.kind not in variable and parameter.default is parameter.empty:
+            required.append(name)
+    return required
 
 
 def _has_signature(function: Callable[..., Any]) -> bool:

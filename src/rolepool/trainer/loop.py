@@ -16,7 +16,8 @@ import torch
 
 from rolepool.cluster import Cluster, Prepared, next_call_number
 from rolepool.config import Config, LoadedConfig
-from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
+from rolepool.data.prompts import PromptLoader, PromptSet
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError, PlacementError, WorkerError, one_line
 from rolepool.metrics.run_folder import Loggers, RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
