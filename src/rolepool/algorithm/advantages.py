@@ -16,6 +16,7 @@ from functools import wraps
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from rolepool.config.run_keys import KlCtrlConfig
 from rolepool.errors import ConfigError, DataError
 
 MAX_PROPORTIONAL_ERROR = 0.2
-GroupIndex = np.ndarray[Any, np.dtype[np.object_]]
+GroupIndex = npt.NDArray[np.object_]
 Estimate = tuple[Tensor, Tensor]
 
 
@@ -126,7 +127,7 @@ def compute_gae_advantage_return(
     response_mask: Tensor,
     gamma: float,
     lam: float,
-    **_: Any,
+    **_: object,
 ) -> Estimate:
     """Generalized advantage estimation (Schulman et al. 2016), whitened over all tokens of the
     mask.
@@ -141,7 +142,7 @@ def compute_gae_advantage_return(
 
 @_by_group("grpo", "grpo_vectorized")
 def compute_grpo_outcome_advantage(
-    grouped: GroupedScores, epsilon: float = 1e-6, norm_adv_by_std_in_grpo: bool = True, **_: Any
+    grouped: GroupedScores, epsilon: float = 1e-6, norm_adv_by_std_in_grpo: bool = True, **_: object
 ) -> Tensor:
     """GRPO (Shao et al. 2024): a response's score compared with its group, the same for all its
     tokens.
@@ -161,7 +162,7 @@ def compute_grpo_outcome_advantage(
 
 @_by_group("grpo_passk")
 def compute_grpo_passk_outcome_advantage(
-    grouped: GroupedScores, epsilon: float = 1e-6, norm_adv_by_std_in_grpo: bool = True, **_: Any
+    grouped: GroupedScores, epsilon: float = 1e-6, norm_adv_by_std_in_grpo: bool = True, **_: object
 ) -> Tensor:
     """Pass@k in the form of GRPO (Walder and Karkhanis 2025): only the best response of a group has
     an advantage.
@@ -185,7 +186,7 @@ def compute_grpo_passk_outcome_advantage(
 
 
 @_by_group("opo")
-def compute_opo_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
+def compute_opo_outcome_advantage(grouped: GroupedScores, **_: object) -> Tensor:
     """OPO (Hao et al. 2025): a response's score compared with the mean of its group, weighted by
     length.
 
@@ -197,7 +198,9 @@ def compute_opo_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
 
 
 @_by_group("gpg")
-def compute_gpg_outcome_advantage(grouped: GroupedScores, f_norm: float = 1.0, **_: Any) -> Tensor:
+def compute_gpg_outcome_advantage(
+    grouped: GroupedScores, f_norm: float = 1.0, **_: object
+) -> Tensor:
     """GPG (Chu et al. 2025): the score minus the group's mean, scaled up if many scores of the
     batch are 0.
 
@@ -211,7 +214,7 @@ def compute_gpg_outcome_advantage(grouped: GroupedScores, f_norm: float = 1.0, *
 
 
 @_by_group("rloo", "rloo_vectorized")
-def compute_rloo_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
+def compute_rloo_outcome_advantage(grouped: GroupedScores, **_: object) -> Tensor:
     """REINFORCE leave-one-out (Ahmadian et al. 2024): a response's score compared with the mean of
     the others.
 
@@ -225,7 +228,7 @@ def compute_rloo_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
 
 @register_adv_est("remax")
 def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **_: Any
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **_: object
 ) -> Estimate:
     """ReMax (Li et al. 2024): the rewards from each token on, minus the score b_i of the prompt's
     greedy response.
@@ -239,7 +242,7 @@ def compute_remax_outcome_advantage(
 
 @register_adv_est("reinforce_plus_plus")
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, gamma: float, **_: Any
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float, **_: object
 ) -> Estimate:
     """REINFORCE++ (Hu 2025): discounted returns, whitened over all tokens of the mask.
 
@@ -252,7 +255,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
 @_by_group("reinforce_plus_plus_baseline", whiten=True)
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    grouped: GroupedScores, **_: Any
+    grouped: GroupedScores, **_: object
 ) -> Tensor:
     """REINFORCE++ with a baseline: the score minus the group's mean, whitened over all tokens of
     the mask.

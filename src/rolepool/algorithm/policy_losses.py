@@ -88,7 +88,7 @@ def _policy_loss(
 
 @_policy_loss("vanilla")
 def compute_policy_loss_vanilla(
-    tokens: Tokens, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float, **_: Any
+    tokens: Tokens, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float, **_: object
 ) -> Loss:
     """PPO's clipped objective (Schulman et al. 2017) with dual clip (Ye et al. 2020), as a loss to
     minimise.
@@ -107,7 +107,7 @@ def compute_policy_loss_vanilla(
 
 
 @_policy_loss("gspo")
-def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
+def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig, **_: object) -> Loss:
     """GSPO (Zheng et al. 2025): PPO's clipped objective with one ratio for the whole sequence.
 
     s_i  = exp(mean_t d_it)                      at most exp(10)
@@ -125,13 +125,13 @@ def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig, **_: Any) -> L
 
 
 @_policy_loss("gpg")
-def compute_policy_loss_gpg(tokens: Tokens, **_: Any) -> Loss:
+def compute_policy_loss_gpg(tokens: Tokens, **_: object) -> Loss:
     """GPG (Chu et al. 2025): L = -A log_prob, without a ratio and without metrics."""
     return -tokens.advantages * tokens.log_prob, {}
 
 
 @_policy_loss("clip_cov")
-def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
+def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig, **_: object) -> Loss:
     """Clip-Cov (Cui et al. 2025): PPO's clipped objective without some tokens of high covariance.
 
     c = (A - mean A) (log_prob - mean log_prob)  means over the micro-batch
@@ -158,7 +158,7 @@ def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig, **_: Any) 
 
 
 @_policy_loss("kl_cov")
-def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
+def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: object) -> Loss:
     """KL-Cov (Cui et al. 2025): a KL term for the tokens of highest covariance, and no clipping.
 
     c = (A - mean A) (log_prob - mean log_prob)  means over the micro-batch
@@ -179,7 +179,7 @@ def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: Any) ->
 
 
 @_policy_loss("geo_mean", always="seq-mean-token-mean")
-def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
+def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: object) -> Loss:
     """GMPO (Zhao et al. 2025): the geometric mean of clipped ratios of a sequence.
 
     k_it = min(d_it, clip(d_it, -low, high))     if A_it > 0; the maximum if A_it < 0, and 0 if A_it = 0
@@ -203,7 +203,7 @@ def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: Any) 
 
 
 @_policy_loss("cispo")
-def compute_policy_loss_cispo(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
+def compute_policy_loss_cispo(tokens: Tokens, config: ActorConfig, **_: object) -> Loss:
     """CISPO (MiniMax 2025): L = -A sg(clip(r, 1 - low, 1 + high)) log_prob, so that clipped tokens
     keep a gradient.
 

@@ -17,7 +17,7 @@ from rolepool.config.base import UnknownValue
 from rolepool.errors import ConfigError, DataError, explained
 from rolepool.files import write_atomically
 
-Data = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]
+Data = str | Path | Sequence[str | Path] | Iterable[Mapping[str, object]]
 """One or several files, or rows: a list of dicts, or a `datasets.Dataset`."""
 
 
@@ -105,7 +105,7 @@ def _rows_of(data: Any) -> list[Any]:
     return [data]
 
 
-def _as_json(row: Any, split: str, number: int) -> str:
+def _as_json(row: object, split: str, number: int) -> str:
     if not isinstance(row, Mapping):
         what = f"{split} data: row {number} is of type {type(row).__name__}, not a dict"
         raise DataError(f"{what}; give files, a list of dicts or a datasets.Dataset")

@@ -17,11 +17,12 @@ import hashlib
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import Config, show
@@ -35,6 +36,7 @@ from rolepool.data.files import (
 )
 from rolepool.data.reasoning_gym import is_generator, reason_of_repeats
 from rolepool.data.reward_needs import needs_of
+from rolepool.data.reward_signatures import UserFunction
 from rolepool.data.tokenizer import render_chat, tokenize, truncate
 from rolepool.data.tools import template_options
 from rolepool.errors import ConfigError, DataError, logger
@@ -54,7 +56,7 @@ class PromptSet:
         split: Literal["train", "val"],
         config: Config,
         tokenizer: PreTrainedTokenizerBase,
-        reward: Callable[..., Any] | None = None,
+        reward: UserFunction | None = None,
     ) -> None:
         """`reward` is the reward function that a Python program has given."""
         self.key = f"data.{split}_files"
@@ -153,7 +155,7 @@ class PromptSet:
             fix = "use the tokenizer of that model, or a model with the same tokens"
             raise DataError(f"{self._parse(row)['origin']}: {problem}; {fix}")
 
-    def _read(self, num_rows: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], str]:
+    def _read(self, num_rows: int) -> tuple[npt.NDArray[np.int64], str]:
         """Check and tokenize every row, and keep the tokens. Returns the length of every prompt
         before truncation and a digest of all tokens. Raises DataError with one line for each kind
         of problem."""
@@ -180,9 +182,7 @@ class PromptSet:
         DataError.raise_if_any(lines_by_kind(problems, num_rows))
         return np.array(lengths, dtype=np.int64), digest.hexdigest()
 
-    def _choose(
-        self, lengths: np.ndarray[Any, np.dtype[np.int64]]
-    ) -> np.ndarray[Any, np.dtype[np.intp]]:
+    def _choose(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
         """The numbers of the rows to use. Raises DataError if a prompt is too long to be used."""
         longest = self._data.max_prompt_length
         key = f"data.max_prompt_length={self._data.max_prompt_length}"

@@ -15,7 +15,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple, Self
 
 from rolepool.config import Config
-from rolepool.data.reward_signatures import check_signature
+from rolepool.data.reward_signatures import UserFunction, check_signature
 from rolepool.data.rewards import RewardFunction, WeightedRewards
 from rolepool.data.rules import RULES, Rule, Score, call_rule, rule_for
 from rolepool.errors import ConfigError, explained
@@ -28,10 +28,10 @@ the function."""
 def score_by_rule(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    ground_truth: object,
+    extra_info: dict[str, object] | None = None,
     rule: Rule | None = None,
-    **_: Any,
+    **_: object,
 ) -> Score:
     """A built-in rule, called in the same way as a user's function; None uses the rule for the data
     source."""
@@ -46,7 +46,7 @@ class FunctionInFile(NamedTuple):
     file: Path
     name: str
     setting: str
-    kwargs: Mapping[str, Any] = MappingProxyType({})
+    kwargs: Mapping[str, object] = MappingProxyType({})
     """Further arguments: `custom_reward_function.reward_kwargs`."""
     answer_key: str | None = None
     """The column with the ground truth, which a function for batches also gets under this name."""
@@ -87,7 +87,7 @@ class FunctionInFile(NamedTuple):
         name = f"{self.setting}: {self.name}"
         return RewardFunction(function, name, self.file, self.answer_key, self.is_one_of_several)
 
-    def with_kwargs(self, function: Any) -> Callable[..., Any]:
+    def with_kwargs(self, function: Any) -> UserFunction:
         """The function with its further arguments. Raises ConfigError if it cannot be called like a
         reward function."""
         if not callable(function):
@@ -143,7 +143,7 @@ def functions_of(config: Config) -> dict[str, Callable[[], RewardFunction]]:
 
 
 def load_reward_function(
-    config: Config, function: Callable[..., Any] | None = None
+    config: Config, function: UserFunction | None = None
 ) -> RewardFunction | WeightedRewards:
     """The function that a Python program has given, or the functions of the config, or the built-in
     rules for data sources if there is neither."""

@@ -8,13 +8,13 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rolepool.config import Config
-from rolepool.data.reward_signatures import OWN_LISTS, Style, style_of_names
+from rolepool.data.reward_signatures import OWN_LISTS, Style, UserFunction, style_of_names
 from rolepool.data.rules import RULES
 
 TRUTH = "ground_truth"
@@ -52,7 +52,7 @@ class Need(NamedTuple):
     """The columns that it has parameters for."""
 
 
-def needs_of(config: Config, function: Callable[..., Any] | None = None) -> list[Need]:
+def needs_of(config: Config, function: UserFunction | None = None) -> list[Need]:
     """What the user's functions need, if they score. `function` is one of a Python program. A
     function whose text cannot be read needs nothing."""
     custom = config.custom_reward_function
@@ -86,7 +86,7 @@ def missing(need: Need, used: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def likely_answer(row: Mapping[str, Any], prompt_key: str) -> str | None:
+def likely_answer(row: Mapping[str, object], prompt_key: str) -> str | None:
     """The name of the column that looks like the answer."""
     plain_names: dict[str, str] = {}
     for name in row:
@@ -109,7 +109,7 @@ def _text_of(path: str) -> str:
     return ""
 
 
-def _needs(text: str, name: str, config: Config, kwargs: Mapping[str, Any]) -> list[Need]:
+def _needs(text: str, name: str, config: Config, kwargs: Mapping[str, object]) -> list[Need]:
     """What the function of this name needs, if the text defines it."""
     try:
         statements = ast.parse(text).body
@@ -122,7 +122,7 @@ def _needs(text: str, name: str, config: Config, kwargs: Mapping[str, Any]) -> l
 
 
 def _need_of(
-    function: ast.FunctionDef | ast.AsyncFunctionDef, config: Config, kwargs: Mapping[str, Any]
+    function: ast.FunctionDef | ast.AsyncFunctionDef, config: Config, kwargs: Mapping[str, object]
 ) -> Need:
     arguments = function.args
     all_arguments = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)

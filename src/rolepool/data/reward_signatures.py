@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from rolepool.config import show
 from rolepool.errors import ConfigError
 
+UserFunction = Callable[..., Any]
+"""A function of the user. What it returns is checked when it has been called."""
 INPUTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The arguments of a function for one response."""
 
@@ -24,7 +26,7 @@ class Row(NamedTuple):
     """The place of its prompt in the files, for error messages."""
     inputs: dict[str, Any]
     """The arguments of a function for one response, by the names in INPUTS."""
-    prompt: Any = ""
+    prompt: object = ""
     """A chat or a plain string."""
 
 
@@ -50,7 +52,7 @@ OWN_LISTS = {
 """The arguments that every call of a function for batches has."""
 
 
-def style_of(function: Callable[..., Any]) -> Style:
+def style_of(function: UserFunction) -> Style:
     """How this function wants to be called."""
     return style_of_names(_parameters(function))
 
@@ -65,7 +67,7 @@ def style_of_names(names: Collection[str]) -> Style:
     return Style.RESPONSE
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: UserFunction) -> bool:
     """Whether the function is written with `async def`. It may also be an object with such a method
     `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -75,7 +77,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def arguments_of(
     style: Style, rows: Sequence[Row], answer_key: str | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The arguments of one call. `answer_key` is the name of the column with the ground truth."""
     if style is Style.RESPONSE:
         (row,) = rows
@@ -90,14 +92,14 @@ def arguments_of(
 
 def _with_columns(
     rows: Sequence[Row], lists: dict[str, list[Any]], answer_key: str | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The arguments of style COMPLETIONS. A column that some rows do not have has None there."""
     extras = [extra or {} for extra in lists["extra_info"]]
     # The names of all rows, in the order in which they come.
-    names: dict[Any, None] = {}
+    names: dict[object, None] = {}
     for extra in extras:
         names.update(dict.fromkeys(extra))
-    columns: dict[str, Any] = {}
+    columns: dict[str, object] = {}
     for name in names:
         columns[str(name)] = [extra.get(name) for extra in extras]
     arguments = {
@@ -111,7 +113,7 @@ def _with_columns(
     return {**columns, **arguments}
 
 
-def _completion(row: Row) -> Any:
+def _completion(row: Row) -> object:
     """The response in the form of its prompt."""
     text = row.inputs["solution_str"]
     if isinstance(row.prompt, str):
@@ -120,7 +122,7 @@ def _completion(row: Row) -> Any:
 
 
 def check_signature(
-    function: Callable[..., Any], name: str, setting: str, kwargs: Mapping[str, Any]
+    function: UserFunction, name: str, setting: str, kwargs: Mapping[str, object]
 ) -> None:
     """Raise ConfigError if the function cannot be called in its style with these further arguments,
     which the key `custom_reward_function.reward_kwargs` sets. `setting` is the key of the function
@@ -164,7 +166,7 @@ def check_signature(
             raise ConfigError(f"{setting}: cannot be called as {call}: {reason}")
 
 
-def required_parameters(function: Callable[..., Any]) -> list[str]:
+def required_parameters(function: UserFunction) -> list[str]:
     """The names of the parameters that have no default."""
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     required: list[str] = []
@@ -174,7 +176,7 @@ def required_parameters(function: Callable[..., Any]) -> list[str]:
     return required
 
 
-def _has_signature(function: Callable[..., Any]) -> bool:
+def _has_signature(function: UserFunction) -> bool:
     try:
         inspect.signature(function)
     except (TypeError, ValueError):
@@ -182,7 +184,7 @@ def _has_signature(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _parameters(function: UserFunction) -> Mapping[str, inspect.Parameter]:
     """The parameters by name; none if Python cannot tell, as for some functions written in C."""
     if _has_signature(function):
         return inspect.signature(function).parameters

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rolepool.config.model_keys import RewardKwargsConfig
-from rolepool.data.reward_signatures import Row, Style, arguments_of, is_async, style_of
+from rolepool.data.reward_signatures import (
+    Row,
+    Style,
+    UserFunction,
+    arguments_of,
+    is_async,
+    style_of,
+)
 from rolepool.errors import RolepoolError
 
 SCORED_COLUMNS = ("data_source", "reward_model", "extra_info", "origin", "uid", "raw_prompt")
@@ -72,7 +79,7 @@ class RewardFunction:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: UserFunction,
         name: str,
         file: Path | None = None,
         answer_key: str | None = None,
@@ -144,7 +151,7 @@ class RewardFunction:
         """The error of a call that has this problem."""
         return SampleError(f"{self.name}: {problem}, {self.place_of(call)}")
 
-    def _read(self, result: Any, call: Call) -> list[Scored]:
+    def _read(self, result: object, call: Call) -> list[Scored]:
         """What a call returned for each of its rows."""
         try:
             if self.takes_batches:
@@ -155,7 +162,7 @@ class RewardFunction:
             raise RewardError(f"{self.name}: {error}, {self.place_of(call)}") from error
         return [self._read_row(of_row, row) for of_row, row in zip(results, call, strict=True)]
 
-    def _read_row(self, result: Any, row: Row) -> Scored:
+    def _read_row(self, result: object, row: Row) -> Scored:
         if result is None and self._may_leave_out:
             return Scored(math.nan, {})
         try:
@@ -258,7 +265,7 @@ def with_overlong_penalty(scored: Scored, num_tokens: int, keys: RewardKwargsCon
     return Scored(scored.score + penalty, numbers, scored.pred)
 
 
-def _as_list(result: Any, num_rows: int) -> list[Any]:
+def _as_list(result: object, num_rows: int) -> list[Any]:
     """The scores that a function for batches returned. Raises TypeError if it is not one for each
     row."""
     values = result.tolist() if hasattr(result, "tolist") else result
@@ -271,7 +278,7 @@ def _as_list(result: Any, num_rows: int) -> list[Any]:
     return list(values)
 
 
-def _as_scored(result: Any) -> Scored:
+def _as_scored(result: object) -> Scored:
     """The score, the other numbers, and `pred`; other entries of a dict that are not numbers are
     not logged."""
     if not isinstance(result, Mapping):
@@ -288,7 +295,7 @@ def _as_scored(result: Any) -> Scored:
     return Scored(numbers.pop("score"), numbers, pred)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Also true for scalars of numpy and torch, which have no dimensions."""
     if isinstance(value, Real):
         return True

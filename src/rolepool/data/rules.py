@@ -11,7 +11,6 @@ from decimal import Decimal, InvalidOperation
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from rolepool.config import Config
 from rolepool.config.base import Items, Section, read_table
@@ -38,7 +37,7 @@ class Tables(Section):
 _TABLES = read_table(Path(__file__).with_suffix(".yaml"), Tables)
 
 
-def exact_match(solution_str: str, ground_truth: Any) -> float:
+def exact_match(solution_str: str, ground_truth: object) -> float:
     """1 if the response is the ground truth, or is in the list of ground truths; surrounding white
     space is ignored."""
     if isinstance(ground_truth, list | tuple):
@@ -48,7 +47,7 @@ def exact_match(solution_str: str, ground_truth: Any) -> float:
     return float(solution_str.strip() in [str(answer).strip() for answer in accepted])
 
 
-def position_match(solution_str: str, ground_truth: Any) -> float:
+def position_match(solution_str: str, ground_truth: object) -> float:
     """The fraction of words that are correct and in the correct place; missing and extra words
     count as wrong."""
     words = solution_str.split()
@@ -63,7 +62,7 @@ _STRICT_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE_ANSWER = re.compile(r"####\s*([-+]?[$€£¥]?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
 
 
-def gsm8k(solution_str: str, ground_truth: Any) -> float:
+def gsm8k(solution_str: str, ground_truth: object) -> float:
     """1 if the text after the last `#### ` is the ground truth, as in verl: `72.` is not `72`;
     commas are removed.
 
@@ -84,7 +83,7 @@ def strict_answer(text: str) -> str | None:
     return answers[-1].replace(",", "") if answers else None
 
 
-def gsm8k_flexible(solution_str: str, ground_truth: Any) -> float:
+def gsm8k_flexible(solution_str: str, ground_truth: object) -> float:
     """1 if the last number after `####` has the same value as the ground truth; currency signs are
     ignored."""
     wanted = _as_decimal(strict_answer(str(ground_truth)) or str(ground_truth))
@@ -135,7 +134,7 @@ def boxed_answer(text: str) -> str | None:
     return None
 
 
-def math_boxed(solution_str: str, ground_truth: Any) -> float:
+def math_boxed(solution_str: str, ground_truth: object) -> float:
     """1 if the last boxed answer means the same as the ground truth; uses the package math-verify
     if it is installed.
 
@@ -154,7 +153,7 @@ def math_boxed(solution_str: str, ground_truth: Any) -> float:
     return float(_verified(answer, wanted))
 
 
-def math_dapo(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
+def math_dapo(solution_str: str, ground_truth: object) -> dict[str, float | str]:
     """1 or -1, as DAPO scores AIME: the text after the last `Answer:` is compared; it may be boxed.
     `acc` is 1 or 0, and `pred` is the answer."""
     wanted = _expected(ground_truth, "math_dapo")
@@ -168,7 +167,7 @@ def math_dapo(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
     return {"score": 1.0 if is_right else -1.0, "acc": float(is_right), "pred": answer}
 
 
-def _expected(ground_truth: Any, rule: str) -> str:
+def _expected(ground_truth: object, rule: str) -> str:
     text = boxed_answer(str(ground_truth)) or str(ground_truth)
     if isinstance(ground_truth, list | dict) or not normalize_latex(text):
         raise DataError(
@@ -202,7 +201,7 @@ _NUMBER = re.compile(
 _FORMAT_TAG = re.compile(r"</?(?:think|answer)>")
 
 
-def last_number(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
+def last_number(solution_str: str, ground_truth: object) -> dict[str, float | str]:
     """1 if the last number in the response has the value of the ground truth. `pred` is the number.
 
     The ground truth may also be a solution that ends with `#### 72`.
@@ -223,7 +222,7 @@ def last_number_in(text: str) -> str:
     return numbers[-1] if numbers else ""
 
 
-def last_box(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
+def last_box(solution_str: str, ground_truth: object) -> dict[str, float | str]:
     """1 if the last boxed answer is the ground truth, as a text or as a number. `pred` is the
     answer.
 
@@ -235,7 +234,7 @@ def last_box(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
     return _graded(answer, any(_is_same(answer, wanted) for wanted in accepted))
 
 
-def answer_tag(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
+def answer_tag(solution_str: str, ground_truth: object) -> dict[str, float | str]:
     """The same for the text between the last `<answer>` and `</answer>`, which may be boxed."""
     accepted = _accepted(ground_truth, "answer_tag")
     text = tagged_answer(solution_str) or ""
@@ -252,7 +251,7 @@ def tagged_answer(text: str) -> str | None:
     return None
 
 
-def think_format(solution_str: str, ground_truth: Any = None) -> float:
+def think_format(solution_str: str, ground_truth: object = None) -> float:
     """1 if the response is `<think>...</think>` and then `<answer>...</answer>` with some text,
     each once, and nothing else. The first tag may be missing, because some chat templates write it
     before the response."""
@@ -271,7 +270,7 @@ def _graded(answer: str, is_right: bool) -> dict[str, float | str]:
     return {"score": float(is_right), "pred": answer.strip()}
 
 
-def _accepted(ground_truth: Any, rule: str) -> list[str]:
+def _accepted(ground_truth: object, rule: str) -> list[str]:
     """The accepted answers. Raises DataError if there is none."""
     if isinstance(ground_truth, list | tuple):
         truths = ground_truth
@@ -303,7 +302,7 @@ def _is_same(answer: str, wanted: str) -> bool:
 
 
 def reasoning_gym(
-    solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+    solution_str: str, ground_truth: object, extra_info: dict[str, object] | None = None
 ) -> dict[str, float | str]:
     """The score that the verifier of a task of reasoning-gym gives to the answer, from 0 to 1.
     `pred` is the answer.
@@ -365,7 +364,7 @@ def rule_for(data_source: str) -> Rule:
 
 
 def call_rule(
-    rule: Rule, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None
+    rule: Rule, solution_str: str, ground_truth: object, extra_info: dict[str, object] | None
 ) -> Score:
     """The score of a response. Raises DataError if the rule cannot use the row."""
     if rule in RULES_WITH_EXTRA:
