@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import load_config
 from rolepool.config.model_keys import PolicyModelConfig
-from rolepool.data.demo import LETTERS, make_demo
+from rolepool.data.demo import LETTERS
 from rolepool.data.prompts import PromptLoader, PromptSet, validation_batches
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError, DataError
@@ -21,10 +21,8 @@ from rolepool.protocol import DataProto
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return load_tokenizer(
-        PolicyModelConfig(path=str(make_demo(tmp_path_factory.mktemp("demo") / "demo").model))
-    )
+def tokenizer(model: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(PolicyModelConfig(path=str(model)))
 
 
 def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> PromptSet:

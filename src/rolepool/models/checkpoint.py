@@ -34,7 +34,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -49,6 +49,7 @@ from transformers import PreTrainedModel
 from rolepool.errors import ConfigError, RolepoolError, explained, first_few, logger
 from rolepool.models.ranks import rank_and_count
 from rolepool.models.training import TrainedModel
+from rolepool.models.weights import weights_of
 from rolepool.protocol.random_state import random_state, set_random_state
 from rolepool.reading import open_regular, parse_json, read_small
 
@@ -196,15 +197,6 @@ def snapshot_number(files: Sequence[Path]) -> int | None:
         number: int = json.loads(files[-1].read_bytes())["number"]
         return number
     return None
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and buffers by name; tied weights are listed once."""
-    # Reading the state dict also makes FSDP2 reshard parameters that a forward pass gathered.
-    weights: dict[str, Tensor] = model.state_dict()
-    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied = every_name - {name for name, _ in model.named_parameters()}
-    return {name: weight for name, weight in weights.items() if name not in tied}
 
 
 def all_tensors(trained: TrainedModel) -> dict[str, Tensor]:

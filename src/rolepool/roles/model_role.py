@@ -64,6 +64,9 @@ class Setup:
     reward: Callable[..., Any] | None = None
     """The reward function that a Python program has given; None uses the one that the config
     names."""
+    reads_weights: bool = True
+    """Whether roles that are trained read their weights from the files of the model. If not, a
+    saved state is loaded before their first call."""
 
 
 @dataclass

@@ -257,7 +257,10 @@ class Generation:
         batch = self._batch
         num_rows = batch.num_running
         if self._on_gpu:
-            num_rows = bucket_of(num_rows, batch.num_rows)
+            # At most the slots of this generation, and not the rows of the batch, which may be that
+            # of a larger call: the size decides how a GPU rounds, and a run that was resumed must
+            # compute the same as one that was not.
+            num_rows = bucket_of(num_rows, self._num_slots)
         rows = slice(0, num_rows)
 
         def decode() -> None:

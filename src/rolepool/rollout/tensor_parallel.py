@@ -16,6 +16,7 @@ from torch import Size, Tensor, nn
 
 from rolepool.config.model_files import why_not_parallel
 from rolepool.errors import ConfigError, DataError, first_few
+from rolepool.weights.digests import Digest, Digests
 
 _BY_OUTPUT = 0
 _BY_INPUT = 1
@@ -130,6 +131,7 @@ class WeightStream:
         self._targets = model.state_dict(keep_vars=True)
         self._shard = shard
         self._arrived: set[str] = set()
+        self._digests = Digests()
 
     @torch.no_grad()
     def take(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -148,14 +150,23 @@ class WeightStream:
                 raise DataError(
                     f"weights: {name} has shape {list(tensor.shape)}, the model's {list(shape)}"
                 )
-            target.copy_(tensor if self._shard is None else self._shard.part(name, tensor))
+            part = tensor if self._shard is None else self._shard.part(name, tensor)
+            target.copy_(part)
             self._arrived.add(name)
+            if part is tensor and target.dtype == tensor.dtype:
+                self._digests.add(name, target.detach())
+            else:
+                # The model has a part of it, or has it in another dtype. The sender knows neither,
+                # so the digest is that of what has arrived.
+                self._digests.add(name, tensor, target.device)
 
-    def end(self) -> None:
-        """Check that all weights have arrived."""
+    def end(self) -> dict[str, Digest]:
+        """Check that all weights have arrived. Returns their digests: of what is in the model, or,
+        if the model has a part of a weight or another dtype, of what has arrived."""
         arrived = {id(self._targets[name]) for name in self._arrived}
         missing = [name for name, target in self._targets.items() if id(target) not in arrived]
         if missing:
             raise DataError(
                 f"weights: {len(missing)} of {len(self._targets)} are missing: {first_few(missing, 5)}"
             )
+        return self._digests.read()
