@@ -17,7 +17,7 @@ from rolepool.config.base import UnknownValue
 from rolepool.errors import ConfigError, DataError, explained
 from rolepool.files import write_atomically
 
-Data = str | Path | Sequence[str | Path] | Iterable[Mapping[str, object]]
+Data = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]
 """One or several files, or rows: a list of dicts, or a `datasets.Dataset`."""
 
 

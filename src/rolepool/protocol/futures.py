@@ -178,10 +178,14 @@ def _common_names(replies: Sequence[Reply], keys: Keys) -> list[str]:
 
 
 def pick_rows(batch: DataProto, rows: RowNumbers) -> DataProto:
-    """The rows with these numbers. They are not copied if they are consecutive."""
-    if len(rows) and (np.diff(rows) == 1).all():
-        return batch.slice(int(rows[0]), int(rows[-1]) + 1)
-    return batch.select_idxs(rows)
+    """The rows with these numbers: the batch itself if they are all of its rows. They are not
+    copied if they are consecutive."""
+    is_range = len(rows) > 0 and bool((np.diff(rows) == 1).all())
+    if not is_range:
+        return batch.select_idxs(rows)
+    if len(rows) == len(batch):
+        return batch
+    return batch.slice(int(rows[0]), int(rows[-1]) + 1)
 
 
 # --- futures ------------------------------------------------------------------------------------------------------
