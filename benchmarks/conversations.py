@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rolepool.config import load_config
 from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data.demo import make_demo
-from rolepool.data.prompts import load_tokenizer
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.data.tools import ToolProcess
 from rolepool.rollout import NativeEngine, Sampling
 from rolepool.rollout.conversations import Conversations

@@ -24,8 +24,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rolepool.config import load_config
 from rolepool.config.schema import Config
-from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
+from rolepool.data.prompts import PromptLoader, PromptSet
 from rolepool.data.rules import reasoning_gym
+from rolepool.data.tokenizer import load_tokenizer
 
 VERSION = "1.16.0"
 """The release whose settings are named below."""

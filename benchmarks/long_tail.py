@@ -42,7 +42,8 @@ from rolepool.cluster import Cluster
 from rolepool.cluster import calls as calls_module
 from rolepool.config import load_config
 from rolepool.data.demo import make_demo
-from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
+from rolepool.data.prompts import PromptLoader, PromptSet
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.roles import ROLE_SPECS, Role
 from rolepool.protocol import CallFuture

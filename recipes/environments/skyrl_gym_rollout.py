@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 import skyrl_gym
 
-from rolepool.data.prompts import render_chat, tokenize
+from rolepool.data.tokenizer import render_chat, tokenize
 from rolepool.data.tools import Outcome
 from rolepool.errors import DataError
 from rolepool.rollout.environments import Generate, PromptRow, RolloutFunction, Trajectory

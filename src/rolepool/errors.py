@@ -33,8 +33,9 @@ class RolepoolError(Exception):
     @classmethod
     def raise_if_any(cls, problems: Iterable[str]) -> None:
         """Raise this error with all problems, if there are any."""
-        if found := list(problems):
-            raise cls(found)
+        lines = list(problems)
+        if lines:
+            raise cls(lines)
 
 
 class ConfigError(RolepoolError):
@@ -108,8 +109,10 @@ def place_of(error: BaseException) -> str:
 
 def first_few(names: Sequence[str], most: int, separator: str = ", ") -> str:
     """The first `most` names in one line, and how many more there are."""
-    more = [f"and {len(names) - most} more"] if len(names) > most else []
-    return separator.join([*names[:most], *more])
+    shown = list(names[:most])
+    if len(names) > most:
+        shown.append(f"and {len(names) - most} more")
+    return separator.join(shown)
 
 
 def printable(text: str) -> str:
@@ -117,10 +120,10 @@ def printable(text: str) -> str:
     stay."""
     if text.isprintable():
         return text
-    is_control = {char: category(char) in CONTROL_CATEGORIES for char in {*text} - {"\n", "\t"}}
-    return "".join(
-        char.encode("unicode_escape").decode() if is_control.get(char) else char for char in text
-    )
+    for char in set(text) - {"\n", "\t"}:
+        if category(char) in CONTROL_CATEGORIES:
+            text = text.replace(char, char.encode("unicode_escape").decode())
+    return text
 
 
 def encodable(name: str) -> str:

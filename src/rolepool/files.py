@@ -43,7 +43,10 @@ def locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        kind = fcntl.LOCK_EX
+        if not wait:
+            kind |= fcntl.LOCK_NB
+        fcntl.flock(handle, kind)
         yield
     finally:
         os.close(handle)
@@ -53,11 +56,8 @@ def left_behind(folders: Iterable[Path]) -> Iterator[Path]:
     """The folders on which no process holds a lock, because their owners were killed. Each is
     locked while it is used."""
     for folder in folders:
-        # In use, of another user, or removed meanwhile.
-        with (
-            suppress(OSError),
-            locked(folder, wait=False),
-        ):
+        # It may be in use, of another user, or removed meanwhile.
+        with suppress(OSError), locked(folder, wait=False):
             yield folder
 
 

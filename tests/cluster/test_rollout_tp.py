@@ -12,7 +12,8 @@ import torch
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import load_config
 from rolepool.data.demo import make_demo
-from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
+from rolepool.data.prompts import PromptLoader, PromptSet
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.placement import ParallelDims, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProto, ragged

@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import load_config
 from rolepool.data.demo import Demo
-from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
+from rolepool.data.prompts import PromptLoader, PromptSet
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProto, DataProtoFuture

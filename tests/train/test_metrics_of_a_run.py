@@ -17,8 +17,8 @@ from train_helpers import SPLIT, small_keys, train
 from rolepool.config import load_config
 from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data.demo import Demo
-from rolepool.data.prompts import load_tokenizer
 from rolepool.data.rewards import NUMBERS, PRED
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.protocol import DataProto, ragged
 from rolepool.roles.model_role import Setup
 from rolepool.roles.reward_model import RuleReward

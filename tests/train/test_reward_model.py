@@ -25,7 +25,7 @@ from transformers import (
 from rolepool.config import LoadedConfig, load_config
 from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data.demo import Demo
-from rolepool.data.prompts import load_tokenizer
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError, DataError
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, ragged

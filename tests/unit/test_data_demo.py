@@ -18,8 +18,9 @@ from rolepool.config import load_config
 from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data import demo
 from rolepool.data.demo import Demo, make_demo, next_letters
-from rolepool.data.prompts import PromptSet, load_tokenizer, validation_batches
+from rolepool.data.prompts import PromptSet, validation_batches
 from rolepool.data.rules import rule_for
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError
 
 

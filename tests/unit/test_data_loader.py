@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from rolepool.config import load_config
 from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data.demo import LETTERS
-from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer, validation_batches
+from rolepool.data.prompts import PromptLoader, PromptSet, validation_batches
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError, DataError
 from rolepool.protocol import DataProto
 

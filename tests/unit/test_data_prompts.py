@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import load_config
 from rolepool.config.model_keys import PolicyModelConfig
-from rolepool.data.prompts import PromptSet, load_tokenizer, truncate
+from rolepool.data.prompts import PromptSet
+from rolepool.data.tokenizer import load_tokenizer, truncate
 from rolepool.errors import ConfigError, DataError, RolepoolError
 
 

@@ -19,7 +19,7 @@ import torch
 from rolepool.config import load_config
 from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data.demo import Demo
-from rolepool.data.prompts import load_tokenizer
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.protocol import DataProto
 from rolepool.protocol.columns import rows_of_responses

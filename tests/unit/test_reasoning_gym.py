@@ -10,10 +10,11 @@ import pytest
 
 from rolepool.config import Config, load_config
 from rolepool.data import files
-from rolepool.data.prompts import PromptSet, load_tokenizer
+from rolepool.data.prompts import PromptSet
 from rolepool.data.reasoning_gym import open_generator, reason_of_repeats
 from rolepool.data.reward_functions import load_reward_function
 from rolepool.data.reward_signatures import Row
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError, RolepoolError
 
 pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")

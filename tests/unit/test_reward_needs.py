@@ -10,8 +10,9 @@ import pytest
 
 from rolepool.config import load_config
 from rolepool.data.files import find_problems
-from rolepool.data.prompts import PromptSet, load_tokenizer
+from rolepool.data.prompts import PromptSet
 from rolepool.data.reward_needs import likely_answer
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import DataError
 
 

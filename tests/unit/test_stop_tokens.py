@@ -11,7 +11,7 @@ import pytest
 from rolepool.config import Config, load_config
 from rolepool.config.stop_tokens import read_stop_tokens
 from rolepool.data.demo import make_demo
-from rolepool.data.prompts import load_tokenizer
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems, find_warnings

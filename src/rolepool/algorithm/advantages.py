@@ -16,6 +16,7 @@ from functools import wraps
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from rolepool.config.run_keys import KlCtrlConfig
 from rolepool.errors import ConfigError, DataError
 
 MAX_PROPORTIONAL_ERROR = 0.2
-GroupIndex = np.ndarray[Any, np.dtype[np.object_]]
+GroupIndex = npt.NDArray[np.object_]
 Estimate = tuple[Tensor, Tensor]
 
 
@@ -47,17 +48,18 @@ class GroupedScores(NamedTuple):
     def of(cls, rewards: Tensor, response_mask: Tensor, index: GroupIndex) -> Self:
         if len(index) != len(rewards):
             raise DataError(f"index holds {len(index)} group ids for {len(rewards)} rows")
+        scores = masked_sum(rewards.double(), response_mask, axis=-1)
         num_tokens = response_mask.bool().sum(dim=-1)
         _, groups = np.unique(index.astype(str), return_inverse=True)
-        group_of_row = (1 + torch.from_numpy(groups).to(rewards.device)) * (num_tokens > 0)
-        return cls(masked_sum(rewards.double(), response_mask, axis=-1), num_tokens, group_of_row)
+        is_response = num_tokens > 0
+        group_of_row = (1 + torch.from_numpy(groups).to(rewards.device)) * is_response
+        return cls(scores, num_tokens, group_of_row)
 
     def over_groups(self, numbers: Tensor, how: str) -> Tensor:
         """For every row: the sum, the largest (amax) or the smallest (amin) number of its group."""
         zeros = numbers.new_zeros(len(numbers) + 1)
-        return zeros.scatter_reduce(0, self.group_of_row, numbers, how, include_self=False)[
-            self.group_of_row
-        ]
+        of_groups = zeros.scatter_reduce(0, self.group_of_row, numbers, how, include_self=False)
+        return of_groups[self.group_of_row]
 
     @property
     def size_of_row(self) -> Tensor:
@@ -84,9 +86,8 @@ class GroupedScores(NamedTuple):
     def deviations(self) -> Tensor:
         """The standard deviation of the scores of each row's group, over n - 1; 1 for a group of
         one."""
-        variance = self.over_groups(self.centred().square(), "sum") / (self.size_of_row - 1).clamp(
-            min=1
-        )
+        squares = self.over_groups(self.centred().square(), "sum")
+        variance = squares / (self.size_of_row - 1).clamp(min=1)
         return torch.where(self.size_of_row == 1, 1.0, variance.sqrt())
 
 
@@ -102,13 +103,15 @@ def _by_group(
         def compute(
             token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **options: Any
         ) -> Estimate:
-            rows = advantage_of_row(
-                GroupedScores.of(token_level_rewards, response_mask, index), **options
-            )
-            advantages = keep_masked(rows.unsqueeze(-1).expand(response_mask.shape), response_mask)
+            grouped = GroupedScores.of(token_level_rewards, response_mask, index)
+            of_rows = advantage_of_row(grouped, **options)
+            of_tokens = of_rows.unsqueeze(-1).expand(response_mask.shape)
+            advantages = keep_masked(of_tokens, response_mask)
             if whiten:
                 advantages = masked_whiten(advantages, response_mask)
-            return (advantages.to(token_level_rewards.dtype),) * 2
+            advantages = advantages.to(token_level_rewards.dtype)
+            # Without a critic, the returns are the advantages.
+            return advantages, advantages
 
         for name in names:
             register_adv_est(name)(compute)
@@ -124,7 +127,7 @@ def compute_gae_advantage_return(
     response_mask: Tensor,
     gamma: float,
     lam: float,
-    **_: Any,
+    **_: object,
 ) -> Estimate:
     """Generalized advantage estimation (Schulman et al. 2016), whitened over all tokens of the
     mask.
@@ -139,7 +142,7 @@ def compute_gae_advantage_return(
 
 @_by_group("grpo", "grpo_vectorized")
 def compute_grpo_outcome_advantage(
-    grouped: GroupedScores, epsilon: float = 1e-6, norm_adv_by_std_in_grpo: bool = True, **_: Any
+    grouped: GroupedScores, epsilon: float = 1e-6, norm_adv_by_std_in_grpo: bool = True, **_: object
 ) -> Tensor:
     """GRPO (Shao et al. 2024): a response's score compared with its group, the same for all its
     tokens.
@@ -159,7 +162,7 @@ def compute_grpo_outcome_advantage(
 
 @_by_group("grpo_passk")
 def compute_grpo_passk_outcome_advantage(
-    grouped: GroupedScores, epsilon: float = 1e-6, norm_adv_by_std_in_grpo: bool = True, **_: Any
+    grouped: GroupedScores, epsilon: float = 1e-6, norm_adv_by_std_in_grpo: bool = True, **_: object
 ) -> Tensor:
     """Pass@k in the form of GRPO (Walder and Karkhanis 2025): only the best response of a group has
     an advantage.
@@ -183,7 +186,7 @@ def compute_grpo_passk_outcome_advantage(
 
 
 @_by_group("opo")
-def compute_opo_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
+def compute_opo_outcome_advantage(grouped: GroupedScores, **_: object) -> Tensor:
     """OPO (Hao et al. 2025): a response's score compared with the mean of its group, weighted by
     length.
 
@@ -195,7 +198,9 @@ def compute_opo_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
 
 
 @_by_group("gpg")
-def compute_gpg_outcome_advantage(grouped: GroupedScores, f_norm: float = 1.0, **_: Any) -> Tensor:
+def compute_gpg_outcome_advantage(
+    grouped: GroupedScores, f_norm: float = 1.0, **_: object
+) -> Tensor:
     """GPG (Chu et al. 2025): the score minus the group's mean, scaled up if many scores of the
     batch are 0.
 
@@ -204,11 +209,12 @@ def compute_gpg_outcome_advantage(grouped: GroupedScores, f_norm: float = 1.0, *
     A group of one has no baseline.
     """
     num_scored = grouped.scores.count_nonzero().clamp(min=1)
-    return grouped.centred() * (grouped.num_tokens > 0).sum() / num_scored / f_norm
+    num_responses = (grouped.num_tokens > 0).sum()
+    return grouped.centred() * num_responses / num_scored / f_norm
 
 
 @_by_group("rloo", "rloo_vectorized")
-def compute_rloo_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
+def compute_rloo_outcome_advantage(grouped: GroupedScores, **_: object) -> Tensor:
     """REINFORCE leave-one-out (Ahmadian et al. 2024): a response's score compared with the mean of
     the others.
 
@@ -222,7 +228,7 @@ def compute_rloo_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
 
 @register_adv_est("remax")
 def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **_: Any
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **_: object
 ) -> Estimate:
     """ReMax (Li et al. 2024): the rewards from each token on, minus the score b_i of the prompt's
     greedy response.
@@ -236,7 +242,7 @@ def compute_remax_outcome_advantage(
 
 @register_adv_est("reinforce_plus_plus")
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, gamma: float, **_: Any
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float, **_: object
 ) -> Estimate:
     """REINFORCE++ (Hu 2025): discounted returns, whitened over all tokens of the mask.
 
@@ -249,7 +255,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
 @_by_group("reinforce_plus_plus_baseline", whiten=True)
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    grouped: GroupedScores, **_: Any
+    grouped: GroupedScores, **_: object
 ) -> Tensor:
     """REINFORCE++ with a baseline: the score minus the group's mean, whitened over all tokens of
     the mask.
@@ -264,18 +270,20 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
 @torch.no_grad()
 def compute_advantage(
-    adv_estimator: str, token_level_rewards: Tensor, response_mask: Tensor, **more: Any
+    adv_estimator: str, token_level_rewards: Tensor, response_mask: Tensor, **inputs: Any
 ) -> Estimate:
     """(advantages, returns) from the estimator of that name, which takes from the inputs what it
     needs."""
-    inputs = {**more, "token_level_rewards": token_level_rewards, "response_mask": response_mask}
-    estimated: Estimate = adv_estimators.find(adv_estimator)(**inputs)
+    estimator = adv_estimators.find(adv_estimator)
+    estimated: Estimate = estimator(
+        token_level_rewards=token_level_rewards, response_mask=response_mask, **inputs
+    )
     for name, tensor in zip(("advantages", "returns"), estimated, strict=True):
         if tensor.shape != response_mask.shape:
-            problem = f"the advantage estimator {adv_estimator!r} returned {name} of shape {list(tensor.shape)}"
-            raise DataError(
-                f"{problem}; they must have the shape of response_mask, {list(response_mask.shape)}"
-            )
+            shape = f"{name} of shape {list(tensor.shape)}"
+            problem = f"the advantage estimator {adv_estimator!r} returned {shape}"
+            needed = f"they must have the shape of response_mask, {list(response_mask.shape)}"
+            raise DataError(f"{problem}; {needed}")
     return estimated
 
 
@@ -296,7 +304,8 @@ def apply_kl_penalty(
     kl_bt = masked_kl_penalty(old_log_probs, ref_log_prob, response_mask, kl_penalty)
     rewards = keep_masked(scores, response_mask) - kl_coef * kl_bt
     is_response = response_mask.bool().any(dim=-1)
-    return rewards, masked_mean(masked_mean(kl_bt, response_mask, axis=-1), is_response)
+    kl_of_row = masked_mean(kl_bt, response_mask, axis=-1)
+    return rewards, masked_mean(kl_of_row, is_response)
 
 
 class KLController:
@@ -321,9 +330,10 @@ class KLController:
         horizon = self.keys.horizon
         # One such step could make the coefficient zero or negative, which would reward a larger KL.
         if MAX_PROPORTIONAL_ERROR * num_sequences >= horizon:
-            problem = f"algorithm.kl_ctrl.horizon={horizon}: too short for {num_sequences} sequences per step"
+            problem = f"too short for {num_sequences} sequences per step"
             reason = "because one step could change the sign of the KL coefficient"
-            raise ConfigError(f"{problem}, {reason}; set it above {num_sequences // 5}")
+            fix = f"set it above {num_sequences // 5}"
+            raise ConfigError(f"algorithm.kl_ctrl.horizon={horizon}: {problem}, {reason}; {fix}")
         error = min(max(current_kl / target - 1, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)
         self.value *= 1 + error * num_sequences / horizon
 
@@ -345,14 +355,19 @@ def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
     values_tr = values.gather(-1, order).T
     deltas_tr = rewards_tr - values_tr
     deltas_tr[:-1] += gamma * values_tr[1:]
+    # Each time step becomes its advantage in place, from the last but one back to the first.
     advantages_tr = deltas_tr.contiguous()
     steps = advantages_tr.unbind()
     for now, following in zip(steps[-2::-1], steps[:0:-1], strict=True):
         now.add_(following, alpha=gamma * lam)
+    # Back to where the tokens were.
     advantages = torch.zeros_like(advantages_tr.T).scatter(-1, order, advantages_tr.T)
-    return keep_masked(advantages, mask), keep_masked(advantages + values, mask)
+    returns = advantages + values
+    return keep_masked(advantages, mask), keep_masked(returns, mask)
 
 
 def _discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """R_t = r_t + gamma R_{t+1} over the tokens of the mask: GAE with lam 1 and values 0."""
-    return _gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[1]
+    values = torch.zeros_like(rewards)
+    _, returns = _gae(rewards, values, mask, gamma, lam=1.0)
+    return returns

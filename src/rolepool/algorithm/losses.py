@@ -121,9 +121,9 @@ def masked_kl_penalty(
     logprob: Tensor, ref_logprob: Tensor, response_mask: Tensor, estimator: str
 ) -> Tensor:
     """`kl_penalty` of the tokens of the mask, 0 elsewhere."""
-    return kl_penalty(
-        keep_masked(logprob, response_mask), keep_masked(ref_logprob, response_mask), estimator
-    )
+    logprob = keep_masked(logprob, response_mask)
+    ref_logprob = keep_masked(ref_logprob, response_mask)
+    return kl_penalty(logprob, ref_logprob, estimator)
 
 
 class LossCounts(NamedTuple):
@@ -173,8 +173,8 @@ def agg_loss(
         "token-mean": num_tokens,
         "token-sum": 1,
         "seq-mean-token-sum": num_sequences,
+        "seq-mean-token-sum-norm": num_sequences * counts.loss_scale_factor,
     }
-    divisors["seq-mean-token-sum-norm"] = num_sequences * counts.loss_scale_factor
     if loss_agg_mode not in divisors:
         raise ValueError(f"unknown loss_agg_mode {loss_agg_mode!r}")
     return masked_sum(loss_mat, loss_mask) / divisors[loss_agg_mode]
@@ -197,14 +197,14 @@ def compute_value_loss(
     vf_clipfrac is the fraction of tokens with the clipped term; like the metrics of the policy loss
     it is a share of the mini-batch's token mean, without gradient.
     """
-    vpreds, returns, values = (
-        keep_masked(tensor, response_mask) for tensor in (vpreds, returns, values)
-    )
+    vpreds = keep_masked(vpreds, response_mask)
+    returns = keep_masked(returns, response_mask)
+    values = keep_masked(values, response_mask)
     unclipped = (vpreds - returns).square()
-    clipped = (vpreds.clamp(values - cliprange_value, values + cliprange_value) - returns).square()
-    loss = agg_loss(
-        0.5 * torch.maximum(unclipped, clipped), response_mask, loss_agg_mode, counts=counts
-    )
+    clipped_vpreds = vpreds.clamp(values - cliprange_value, values + cliprange_value)
+    clipped = (clipped_vpreds - returns).square()
+    losses = 0.5 * torch.maximum(unclipped, clipped)
+    loss = agg_loss(losses, response_mask, loss_agg_mode, counts=counts)
     return loss, token_mean(clipped > unclipped, response_mask, unclipped.dtype, counts)
 
 

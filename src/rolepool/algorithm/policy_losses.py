@@ -69,18 +69,17 @@ def _policy_loss(
             counts: LossCounts | None = None,
             **keys: Any,
         ) -> Loss:
-            new, old, advantages = (
-                keep_masked(one, response_mask) for one in (log_prob, old_log_prob, advantages)
-            )
-            log_ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            losses, metrics = losses_of(
-                Tokens(new, log_ratio, advantages, response_mask.bool()), **keys
-            )
-            means = {
-                key: token_mean(metric, response_mask, losses.dtype, counts)
-                for key, metric in metrics.items()
-            }
-            return agg_loss(losses, response_mask, always or loss_agg_mode, counts=counts), means
+            log_prob = keep_masked(log_prob, response_mask)
+            old_log_prob = keep_masked(old_log_prob, response_mask)
+            advantages = keep_masked(advantages, response_mask)
+            log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            tokens = Tokens(log_prob, log_ratio, advantages, response_mask.bool())
+            losses, metrics = losses_of(tokens, **keys)
+            means: dict[str, Tensor] = {}
+            for key, metric in metrics.items():
+                means[key] = token_mean(metric, response_mask, losses.dtype, counts)
+            loss = agg_loss(losses, response_mask, always or loss_agg_mode, counts=counts)
+            return loss, means
 
         return register_policy_loss(name)(compute)
 
@@ -89,7 +88,7 @@ def _policy_loss(
 
 @_policy_loss("vanilla")
 def compute_policy_loss_vanilla(
-    tokens: Tokens, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float, **_: Any
+    tokens: Tokens, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float, **_: object
 ) -> Loss:
     """PPO's clipped objective (Schulman et al. 2017) with dual clip (Ye et al. 2020), as a loss to
     minimise.
@@ -108,7 +107,7 @@ def compute_policy_loss_vanilla(
 
 
 @_policy_loss("gspo")
-def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
+def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig, **_: object) -> Loss:
     """GSPO (Zheng et al. 2025): PPO's clipped objective with one ratio for the whole sequence.
 
     s_i  = exp(mean_t d_it)                      at most exp(10)
@@ -119,21 +118,20 @@ def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig, **_: Any) -> L
     loss_agg_mode says. pg_clipfrac is the fraction of tokens with the clipped term.
     """
     mean = masked_mean(tokens.log_ratio, tokens.mask, axis=-1).detach().unsqueeze(-1)
-    ratio = (
-        (tokens.log_prob - tokens.log_prob.detach() + mean).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
-    )
+    log_ratio = tokens.log_prob - tokens.log_prob.detach() + mean
+    ratio = log_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
     losses, is_clipped = _clipped(tokens, ratio, config.clip_ratio_low, config.clip_ratio_high)
     return losses, _clip_metrics(tokens, is_clipped)
 
 
 @_policy_loss("gpg")
-def compute_policy_loss_gpg(tokens: Tokens, **_: Any) -> Loss:
+def compute_policy_loss_gpg(tokens: Tokens, **_: object) -> Loss:
     """GPG (Chu et al. 2025): L = -A log_prob, without a ratio and without metrics."""
     return -tokens.advantages * tokens.log_prob, {}
 
 
 @_policy_loss("clip_cov")
-def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
+def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig, **_: object) -> Loss:
     """Clip-Cov (Cui et al. 2025): PPO's clipped objective without some tokens of high covariance.
 
     c = (A - mean A) (log_prob - mean log_prob)  means over the micro-batch
@@ -153,15 +151,14 @@ def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig, **_: Any) 
     positions = (tokens.mask & in_band & ~is_clipped).flatten().nonzero().squeeze(-1)
     generator = torch.Generator().manual_seed(derive_seed("clip_cov", len(positions)))
     order = torch.randperm(len(positions), generator=generator).to(positions.device)
-    is_chosen = _mask_at(tokens.mask, positions[order[: _quota(tokens, keys.clip_cov_ratio)]])
-    return torch.where(is_chosen, 0.0, losses), {
-        "pg_clipfrac": is_chosen,
-        "ppo_kl": -tokens.log_ratio,
-    }
+    first = order[: _quota(tokens, keys.clip_cov_ratio)]
+    is_chosen = _mask_at(tokens.mask, positions[first])
+    metrics = {"pg_clipfrac": is_chosen, "ppo_kl": -tokens.log_ratio}
+    return torch.where(is_chosen, 0.0, losses), metrics
 
 
 @_policy_loss("kl_cov")
-def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
+def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: object) -> Loss:
     """KL-Cov (Cui et al. 2025): a KL term for the tokens of highest covariance, and no clipping.
 
     c = (A - mean A) (log_prob - mean log_prob)  means over the micro-batch
@@ -174,17 +171,15 @@ def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: Any) ->
     distances = tokens.log_ratio.abs()
     losses = -tokens.advantages * tokens.log_ratio.exp()
     covariances = _covariances(tokens).masked_fill(~tokens.mask, -torch.inf).flatten()
-    largest = covariances.sort(descending=True, stable=True).indices[
-        : _quota(tokens, keys.kl_cov_ratio)
-    ]
+    order = covariances.sort(descending=True, stable=True).indices
+    largest = order[: _quota(tokens, keys.kl_cov_ratio)]
     is_chosen = _mask_at(tokens.mask, largest)
-    return torch.where(is_chosen, losses + keys.ppo_kl_coef * distances, losses), {
-        "ppo_kl": distances
-    }
+    penalized = losses + keys.ppo_kl_coef * distances
+    return torch.where(is_chosen, penalized, losses), {"ppo_kl": distances}
 
 
 @_policy_loss("geo_mean", always="seq-mean-token-mean")
-def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
+def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: object) -> Loss:
     """GMPO (Zhao et al. 2025): the geometric mean of clipped ratios of a sequence.
 
     k_it = min(d_it, clip(d_it, -low, high))     if A_it > 0; the maximum if A_it < 0, and 0 if A_it = 0
@@ -199,16 +194,16 @@ def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: Any) 
     clipped = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
     sign = advantages.sign()
     held = sign * torch.minimum(sign * log_ratio, sign * clipped)
-    mean_held, mean_advantage = (
-        masked_mean(one, tokens.mask, axis=-1).unsqueeze(-1) for one in (held, advantages)
-    )
+    mean_held = masked_mean(held, tokens.mask, axis=-1).unsqueeze(-1)
+    mean_advantage = masked_mean(advantages, tokens.mask, axis=-1).unsqueeze(-1)
+    loss_of_row = -mean_advantage * mean_held.exp()
     is_outside = log_ratio != clipped
     metrics = _clip_metrics(tokens, is_outside & (advantages > 0), is_outside & (advantages < 0))
-    return (-mean_advantage * mean_held.exp()).expand(advantages.shape), metrics
+    return loss_of_row.expand(advantages.shape), metrics
 
 
 @_policy_loss("cispo")
-def compute_policy_loss_cispo(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
+def compute_policy_loss_cispo(tokens: Tokens, config: ActorConfig, **_: object) -> Loss:
     """CISPO (MiniMax 2025): L = -A sg(clip(r, 1 - low, 1 + high)) log_prob, so that clipped tokens
     keep a gradient.
 
@@ -230,10 +225,12 @@ def _clip_metrics(
     tokens: Tokens, is_clipped: Tensor, is_clipped_below: Tensor | None = None
 ) -> dict[str, Tensor]:
     if is_clipped_below is None:
-        below = torch.zeros_like(is_clipped)
-    else:
-        below = is_clipped_below
-    return {"pg_clipfrac": is_clipped, "ppo_kl": -tokens.log_ratio, "pg_clipfrac_lower": below}
+        is_clipped_below = torch.zeros_like(is_clipped)
+    return {
+        "pg_clipfrac": is_clipped,
+        "ppo_kl": -tokens.log_ratio,
+        "pg_clipfrac_lower": is_clipped_below,
+    }
 
 
 def _covariances(tokens: Tokens) -> Tensor:
@@ -241,8 +238,9 @@ def _covariances(tokens: Tokens) -> Tensor:
     micro-batch."""
     advantages = tokens.advantages
     log_prob = tokens.log_prob.detach()
+    from_mean_advantage = advantages - masked_mean(advantages, tokens.mask)
     from_mean_log_prob = log_prob - masked_mean(log_prob, tokens.mask)
-    return (advantages - masked_mean(advantages, tokens.mask)) * from_mean_log_prob
+    return from_mean_advantage * from_mean_log_prob
 
 
 def _quota(tokens: Tokens, fraction: float) -> int:

@@ -1,5 +1,5 @@
-"""Prompts and rewards: files and datasets, chat templates, batches, reward rules and functions, and
-the demo.
+"""Prompts and rewards: files and datasets, tokenizers and chat templates, batches, reward rules and
+functions, the processes that run a user's code, and the demo.
 
-Does not know processes or models; only `demo` creates model folders, with random weights.
+Does not know ranks or models in training; only `demo` creates model folders, with random weights.
 """

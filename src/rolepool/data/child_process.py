@@ -69,8 +69,11 @@ class ChildProcess:
             os.kill(self._pid, signal.SIGTERM)
             code = os.waitstatus_to_exitcode(_wait_for(self._pid))
             reason = f"exit code {code}"
-            if code < 0 or code > 128:
-                reason = signal.Signals(-code if code < 0 else code - 128).name
+            if code < 0:
+                reason = signal.Signals(-code).name
+            elif code > 128:
+                # The child ended with a signal, and the guard tells it like a shell.
+                reason = signal.Signals(code - 128).name
         self._pid = None
         self._channel.close()
         return reason
@@ -93,7 +96,7 @@ def _guard(parent: int, serve: Callable[[], None], close_channel: Callable[[], N
     started."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Ignored, the kernel would not keep how a child ended.
+    # If it were ignored, the kernel would not keep how a child ended.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, GUARDED)
     libc = ctypes.CDLL(None)
@@ -117,8 +120,13 @@ def _guard(parent: int, serve: Callable[[], None], close_channel: Callable[[], N
     ended_now = _kill_descendants(child)
     if status is None:
         status = ended_now
-    code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
-    os._exit(code if code >= 0 else 128 - code)
+    code: int = -signal.SIGKILL
+    if status is not None:
+        code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        # An exit code is not negative, so a signal is told like a shell tells it.
+        code = 128 - code
+    os._exit(code)
 
 
 def _reap(child: int) -> int | None:

@@ -16,6 +16,7 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,39 +79,43 @@ def make_demo(folder: str | os.PathLike[str]) -> Demo:
 
 def next_letters(letters: str) -> str:
     """The correct answer to letters separated by spaces."""
-    return " ".join(
-        LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)] for letter in letters.split()
-    )
+    answer: list[str] = []
+    for letter in letters.split():
+        place = LETTERS.index(letter) + 1
+        answer.append(LETTERS[place % len(LETTERS)])
+    return " ".join(answer)
 
 
 def _write(demo: Demo) -> None:
-    prompts = [
-        " ".join(reversed(letters))
-        for letters in itertools.product(LETTERS, repeat=NUM_LETTERS_PER_PROMPT)
-    ]
+    prompts: list[str] = []
+    for letters in itertools.product(LETTERS, repeat=NUM_LETTERS_PER_PROMPT):
+        prompts.append(" ".join(reversed(letters)))
     random.Random(SEED).shuffle(prompts)
-    splits = {demo.val_file: prompts[:NUM_VAL_PROMPTS], demo.train_file: prompts[NUM_VAL_PROMPTS:]}
-    for file, chosen in splits.items():
-        with file.open("w", encoding="utf-8") as lines:
-            for index, letters in enumerate(chosen):
-                row: dict[str, Any] = {
-                    "data_source": DATA_SOURCE,
-                    "prompt": [{"role": "user", "content": letters}],
-                }
-                row["reward_model"] = {"style": "rule", "ground_truth": next_letters(letters)}
-                row["extra_info"] = {"split": file.stem, "index": index}
-                lines.write(json.dumps(row) + "\n")
+    _write_rows(demo.val_file, prompts[:NUM_VAL_PROMPTS])
+    _write_rows(demo.train_file, prompts[NUM_VAL_PROMPTS:])
     _write_model(demo.model, LlamaForCausalLM)
     _write_model(demo.reward_model, LlamaForSequenceClassification, num_labels=1)
     (demo.folder / DEMO_MARKER).write_text("{}\n", encoding="utf-8")
 
 
-def _write_model(folder: Path, model_class: Any, **more: Any) -> None:
+def _write_rows(file: Path, prompts: Sequence[str]) -> None:
+    with file.open("w", encoding="utf-8") as lines:
+        for index, letters in enumerate(prompts):
+            row = {
+                "data_source": DATA_SOURCE,
+                "prompt": [{"role": "user", "content": letters}],
+                "reward_model": {"style": "rule", "ground_truth": next_letters(letters)},
+                "extra_info": {"split": file.stem, "index": index},
+            }
+            lines.write(json.dumps(row) + "\n")
+
+
+def _write_model(folder: Path, model_class: Any, **config_keys: Any) -> None:
     folder.mkdir()
     for file in MODEL_FILES.iterdir():
         # Without its permissions, because an installed file may be read-only.
         shutil.copyfile(file, folder / file.name)
-    config = LlamaConfig.from_pretrained(folder, **more)
+    config = LlamaConfig.from_pretrained(folder, **config_keys)
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):  # the caller's random state does not change
         torch.manual_seed(SEED)

@@ -7,7 +7,6 @@ torch nor a tokenizer. `find_problems` is called before training imports anythin
 import json
 import re
 from array import array
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
@@ -48,11 +47,14 @@ class BadRow(DataError):
 
 def lines_by_kind(problems: Sequence[BadRow], num_rows: int) -> Iterator[str]:
     """One line for each kind of problem: its first row, and in how many of the rows it occurs."""
-    first_rows = {problem.kind: problem for problem in reversed(problems)}
-    for kind, count in Counter(problem.kind for problem in problems).items():
-        yield f"{first_rows[kind]}" + (
-            f" ({count} of {num_rows} rows have this problem)" if count > 1 else ""
-        )
+    problems_of_kinds: dict[str, list[BadRow]] = {}
+    for problem in problems:
+        problems_of_kinds.setdefault(problem.kind, []).append(problem)
+    for alike in problems_of_kinds.values():
+        line = str(alike[0])
+        if len(alike) > 1:
+            line += f" ({len(alike)} of {num_rows} rows have this problem)"
+        yield line
 
 
 def find_problems(config: Config, only_keys: Collection[str] | None = None) -> list[str]:
@@ -100,10 +102,10 @@ def _file(path: str, key: str, config: Config) -> Iterator[str]:
         if not rows.num_rows:
             raise ConfigError(f"{key}={path}: has no rows; name a file with rows")
         place, row = rows.read(0)
-        missing = lines_of(*(_column(place, row, key, config) for key in COLUMN_KEYS))
-        yield from missing
-        if not missing:
-            check_row(place, row, rows.source, config, needs_of(config))
+        missing_columns = lines_of(*(_column(place, row, key, config) for key in COLUMN_KEYS))
+        yield from missing_columns
+        if not missing_columns:
+            checked_columns(place, row, rows.source, config, needs_of(config))
 
 
 def _column(place: str, row: Row, key: str, config: Config) -> Iterator[str]:
@@ -131,13 +133,14 @@ _Text = Annotated[str, Field(min_length=1), Tag("text")]
 _Chat = Annotated[list[_Message], Field(min_length=1), Tag("chat")]
 
 
+def _form_of(prompt: object) -> str:
+    return "text" if isinstance(prompt, str) else "chat"
+
+
 class _Row(BaseModel, strict=True):
-    prompt: Annotated[
-        _Text | _Chat, Discriminator(lambda prompt: "text" if isinstance(prompt, str) else "chat")
-    ]
-    data_source: Annotated[str, Field(min_length=1)] | None = (
-        None  # with a length, pydantic checks the Unicode too
-    )
+    prompt: Annotated[_Text | _Chat, Discriminator(_form_of)]
+    # With a length, pydantic checks the Unicode, too.
+    data_source: Annotated[str, Field(min_length=1)] | None = None
     reward_model: dict[str, Any] | None = None
     extra_info: dict[str, Any] | None = None
 
@@ -167,33 +170,49 @@ def missing_column(place: str, row: Row, key: str, config: Config) -> BadRow | N
     )
 
 
-def check_row(place: str, row: Row, source: str, config: Config, needs: Sequence[Need]) -> None:
-    """Raise BadRow if this row cannot be used. `place` is its place in the files, `source` its
-    default data source, and `needs` what functions of the user need."""
+def checked_columns(
+    place: str, row: Row, source: str, config: Config, needs: Sequence[Need]
+) -> Row:
+    """The columns of a row that training uses. Raises BadRow if the row cannot be used. `place` is
+    its place in the files, `source` its default data source, and `needs` what functions of the user
+    need."""
     for key in COLUMN_KEYS:
         problem = missing_column(place, row, key, config)
         if problem is not None:
             raise problem
-    prompt_key = str(_column_of("data.prompt_key", row, config))
+    _check_form(place, row, str(_column_of("data.prompt_key", row, config)))
+    used = used_columns(row, source, config)
+    _check_rules(place, row, used, config)
+    _check_needs(place, row, used, config, needs)
+    return used
+
+
+def _check_form(place: str, row: Row, prompt_key: str) -> None:
+    """Raise BadRow if a column has a wrong type, or something else than text."""
     columns = f"(columns: {', '.join(row)})"
     try:
         _Row.model_validate({**row, "prompt": row.get(prompt_key)})
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        parts = [
-            prompt_key if part == "prompt" else part
-            for part in found["loc"]
-            if part not in ("text", "chat")
-        ]
-        kind = ".".join(part for part in (*parts, found["type"]) if isinstance(part, str))
-        value = "" if found["type"] == "missing" else f"={show(found['input'])}"
-        message = f"{'.'.join(map(str, parts))}{value}: {found['msg']}{_HINTS.get(str(found['loc'][0]), '')} {columns}"
-        raise BadRow(f"{place}: {message}", kind) from None
+        first = error.errors(include_url=False)[0]
+        names: list[str | int] = []
+        for part in first["loc"]:
+            # A prompt may have two forms, and pydantic names the one that it has tried.
+            if part not in ("text", "chat"):
+                names.append(prompt_key if part == "prompt" else part)
+        kind = ".".join(part for part in (*names, first["type"]) if isinstance(part, str))
+        setting = ".".join(map(str, names))
+        if first["type"] != "missing":
+            setting += f"={show(first['input'])}"
+        hint = _HINTS.get(str(first["loc"][0]), "")
+        raise BadRow(f"{place}: {setting}: {first['msg']}{hint} {columns}", kind) from None
     media = [name for name, value in row.items() if _is_media(name, value)]
     if media:
         reason = f"has {media[0]}, and only texts can be read; remove the column, or use other rows"
         raise BadRow(f"{place}: {reason} {columns}", "media")
-    used = used_columns(row, source, config)
+
+
+def _check_rules(place: str, row: Row, used: Row, config: Config) -> None:
+    """Raise BadRow if a rule that scores the row cannot read its ground truth."""
     try:
         rules = rules_for(config, used["data_source"])
     except DataError as error:
@@ -203,27 +222,29 @@ def check_row(place: str, row: Row, source: str, config: Config, needs: Sequence
         if name in RULES_WITHOUT_TRUTH:
             continue
         if truth is None:
-            raise _without_truth(
-                place, row, config, f"the rule {name} compares it with the response"
-            )
+            reason = f"the rule {name} compares it with the response"
+            raise _without_truth(place, row, config, reason)
         try:
             call_rule(rule, "", truth, used["extra_info"])
         except DataError as error:
             raise BadRow(f"{place}: {error}", name) from None
+
+
+def _check_needs(place: str, row: Row, used: Row, config: Config, needs: Sequence[Need]) -> None:
+    """Raise BadRow if the row lacks what a function of the user needs."""
     for need in needs:
         lack = missing(need, used)
         if lack is None:
             continue
         column, reason = lack
         if column == TRUTH:
-            other_fix = (
-                f", or write {TRUTH}=None in the parameters of {need.function} if it can do without"
-            )
+            parameter = f"{TRUTH}=None in the parameters of {need.function}"
+            other_fix = f", or write {parameter} if it can do without"
             raise _without_truth(place, row, config, reason, other_fix)
-        fix = f"name the column like that, or give the parameter a default {columns}"
-        raise BadRow(
-            f"{place}: there is no column {column}, and {reason}; {fix}", f"column {column}"
-        )
+        fix = "name the column like that, or give the parameter a default"
+        columns = f"(columns: {', '.join(row)})"
+        problem = f"there is no column {column}, and {reason}; {fix} {columns}"
+        raise BadRow(f"{place}: {problem}", f"column {column}")
 
 
 def _without_truth(
@@ -256,17 +277,20 @@ def _is_media(name: str, value: Any) -> bool:
 def used_columns(row: Row, source: str, config: Config) -> Row:
     """The columns that training uses: the prompt, and what rewards need. Other columns become part
     of extra_info."""
-    data = config.data
     prompt_key = str(_column_of("data.prompt_key", row, config))
     answer_key = _column_of("data.answer_key", row, config)
+    reward_model = dict(row.get("reward_model") or {})
+    if answer_key is not None:
+        reward_model[TRUTH] = row.get(answer_key)
     named = (prompt_key, answer_key, "data_source", "reward_model", "extra_info")
-    others = {name: value for name, value in row.items() if name not in named}
-    answer = {} if answer_key is None else {"ground_truth": row.get(answer_key)}
+    extra_info = {name: value for name, value in row.items() if name not in named}
+    # An entry of extra_info comes before a column with the same name.
+    extra_info.update(row.get("extra_info") or {})
     return {
-        "raw_prompt": _with_system_prompt(row[prompt_key], data.system_prompt),
+        "raw_prompt": _with_system_prompt(row[prompt_key], config.data.system_prompt),
         "data_source": row.get("data_source") or source,
-        "reward_model": {**(row.get("reward_model") or {}), **answer},
-        "extra_info": {**others, **(row.get("extra_info") or {})},
+        "reward_model": reward_model,
+        "extra_info": extra_info,
     }
 
 
@@ -315,31 +339,27 @@ def _rows_of_lines(file: Path, max_rows: int | None) -> Rows:
         with file.open("rb") as lines:
             lines.seek(starts[number])
             text = lines.readline()
+        fix = "write one object per line"
         try:
             row = json.loads(text)
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # invalid JSON or UTF-8, or lists in lists without end
-            if isinstance(error, RecursionError):
-                reason = "is nested too deeply"
-            else:
-                reason = f"is not JSON: {error}"
-            raise BadRow(f"{place}: {reason}; write one object per line", "not JSON") from error
+        except RecursionError as error:
+            raise BadRow(f"{place}: is nested too deeply; {fix}", "not JSON") from error
+        except ValueError as error:  # it is not JSON or not UTF-8
+            raise BadRow(f"{place}: is not JSON: {error}; {fix}", "not JSON") from error
         if not isinstance(row, dict):
-            raise BadRow(
-                f"{place}: is a JSON {type(row).__name__}; write one object per line",
-                "not an object",
-            )
+            raise BadRow(f"{place}: is a JSON {type(row).__name__}; {fix}", "not an object")
         return place, row
 
     return Rows(file.stem, len(starts), read)
 
 
-def _rows_of_table(name: str | Path, source: str, num_rows: int, row: Callable[[int], Row]) -> Rows:
-    return Rows(
-        source, num_rows, lambda number: (f"{name}, row {number} (the first is 0)", row(number))
-    )
+def _rows_of_table(
+    name: str | Path, source: str, num_rows: int, row_at: Callable[[int], Row]
+) -> Rows:
+    def read(number: int) -> tuple[str, Row]:
+        return f"{name}, row {number} (the first is 0)", row_at(number)
+
+    return Rows(source, num_rows, read)
 
 
 def open_rows(path: str, key: str, max_rows: int | None = None) -> Rows:
@@ -365,14 +385,17 @@ def open_rows(path: str, key: str, max_rows: int | None = None) -> Rows:
             return _rows_of_lines(file, max_rows)
         # Not read_table, which reads `year=2024` in a folder's name as a column.
         parquet = pyarrow.parquet.ParquetFile(file, memory_map=True)
-        first = islice(parquet.iter_batches(batch_size=max_rows or 1), 1)
         if max_rows is None:
             table = parquet.read()
         else:
-            table = pyarrow.Table.from_batches(first, parquet.schema_arrow)
-        return _rows_of_table(
-            file, file.stem, table.num_rows, lambda number: table.slice(number, 1).to_pylist()[0]
-        )
+            first_batch = islice(parquet.iter_batches(batch_size=max_rows or 1), 1)
+            table = pyarrow.Table.from_batches(first_batch, parquet.schema_arrow)
+
+    def row_at(number: int) -> Row:
+        row: Row = table.slice(number, 1).to_pylist()[0]
+        return row
+
+    return _rows_of_table(file, file.stem, table.num_rows, row_at)
 
 
 _HUB_NAME = re.compile(r"hf:([^:]+)(?::([^:\[]+))?:([^:\[]+(?:\[.*\])?)")
@@ -381,7 +404,8 @@ _HUB_NAME = re.compile(r"hf:([^:]+)(?::([^:\[]+))?:([^:\[]+(?:\[.*\])?)")
 def _hub_name(path: str, key: str) -> tuple[str, str | None, str]:
     """Name or folder, subset and split of `hf:NAME:SPLIT` or `hf:NAME:SUBSET:SPLIT`. Raises
     ConfigError."""
-    if (match := _HUB_NAME.fullmatch(path)) is None:
+    match = _HUB_NAME.fullmatch(path)
+    if match is None:
         raise ConfigError(
             f"{key}={path}: write hf:NAME:SPLIT, such as hf:HuggingFaceH4/MATH-500:test"
         )
@@ -405,6 +429,7 @@ def _load_from_hub(path: str, key: str) -> Rows:
     from datasets.exceptions import DatasetsError
 
     folder = Path(name).expanduser()
+    is_local = folder.is_dir()
     fix = "check the name, the subset and the split (hf:NAME:SPLIT or hf:NAME:SUBSET:SPLIT)"
     with explained(f"{key}={path}: cannot be loaded", fix, ValueError, DatasetsError):
         if any((folder / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
@@ -417,9 +442,7 @@ def _load_from_hub(path: str, key: str) -> Rows:
                 raise ValueError(f"it has the splits {', '.join(splits)}")
             loaded = splits[split]
         else:
-            loaded = datasets.load_dataset(
-                str(folder) if folder.is_dir() else name, subset, split=split
-            )
-    return _rows_of_table(
-        path, folder.name if folder.is_dir() else name, len(loaded), loaded.__getitem__
-    )
+            dataset = str(folder) if is_local else name
+            loaded = datasets.load_dataset(dataset, subset, split=split)
+    source = folder.name if is_local else name
+    return _rows_of_table(path, source, len(loaded), loaded.__getitem__)

@@ -42,24 +42,22 @@ class DataFiles:
     def __enter__(self) -> Self:
         return self
 
-    def of(self, given: Data, split: str) -> list[str]:
+    def of(self, data: Data, split: str) -> list[str]:
         """The files of a data set."""
-        if isinstance(given, str | Path):
-            return [str(given)]
-        rows = _rows_of(given)
-        if (
-            rows
-            and isinstance(given, list | tuple)
-            and all(isinstance(row, str | Path) for row in rows)
-        ):
+        if isinstance(data, str | Path):
+            return [str(data)]
+        rows = _rows_of(data)
+        are_paths = len(rows) > 0 and all(isinstance(row, str | Path) for row in rows)
+        if isinstance(data, list | tuple) and are_paths:
             return [str(row) for row in rows]
-        text = "".join(f"{_as_json(row, split, number)}\n" for number, row in enumerate(rows, 1))
+        lines: list[str] = []
+        for number, row in enumerate(rows, start=1):
+            lines.append(f"{_as_json(row, split, number)}\n")
+        text = "".join(lines)
         digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
         path = self._run_folder / "data" / digest / f"{split}.jsonl"
-        with explained(
-            f"trainer.default_local_dir={self._run_folder}: cannot be written",
-            "name another folder",
-        ):
+        problem = f"trainer.default_local_dir={self._run_folder}: cannot be written"
+        with explained(problem, "name another folder"):
             if not path.exists():
                 self._new_files.append(path)
                 self._new_folders.update(folder for folder in path.parents if not folder.exists())
@@ -99,15 +97,15 @@ class DataFiles:
         return problem
 
 
-def _rows_of(given: Any) -> list[Any]:
-    if hasattr(given, "to_list"):  # a dataset
-        return list(given.to_list())
-    if isinstance(given, Iterable):
-        return list(given)
-    return [given]
+def _rows_of(data: Any) -> list[Any]:
+    if hasattr(data, "to_list"):  # a dataset
+        return list(data.to_list())
+    if isinstance(data, Iterable):
+        return list(data)
+    return [data]
 
 
-def _as_json(row: Any, split: str, number: int) -> str:
+def _as_json(row: object, split: str, number: int) -> str:
     if not isinstance(row, Mapping):
         what = f"{split} data: row {number} is of type {type(row).__name__}, not a dict"
         raise DataError(f"{what}; give files, a list of dicts or a datasets.Dataset")

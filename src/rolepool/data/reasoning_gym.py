@@ -36,7 +36,7 @@ def is_generator(path: str) -> bool:
     return path.startswith(PREFIX)
 
 
-def is_generated(row: Mapping[str, Any]) -> bool:
+def is_generated(row: Mapping[str, object]) -> bool:
     """Whether a generator has made this row."""
     extra = row.get("extra_info")
     return isinstance(extra, dict) and ENTRY in extra

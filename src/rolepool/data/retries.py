@@ -10,8 +10,9 @@ import time
 from rolepool.config.run_keys import CustomRewardFunctionConfig
 from rolepool.data.rewards import Outcome, SampleError
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 8.0
-"""The wait after the first attempt, which doubles with each attempt, and its limit."""
+FIRST_WAIT_S = 0.5
+"""The wait after the first attempt. It doubles with each attempt."""
+LONGEST_WAIT_S = 8.0
 CONNECTION_ERRORS = (
     "aiohttp.ClientConnectionError",
     "aiohttp.ClientPayloadError",
@@ -55,11 +56,11 @@ class Retries:
         self._attempt_s = now_s + wait_s
         if not isinstance(outcome, SampleError) or not is_connection_error(outcome.__cause__):
             return None
-        is_last = (
-            self._num_attempts > self._keys.retries
-            or next_end_s > self._begin_s + self._keys.timeout_s
-        )
-        return None if is_last else wait_s
+        if self._num_attempts > self._keys.retries:
+            return None
+        if next_end_s > self._begin_s + self._keys.timeout_s:
+            return None
+        return wait_s
 
     def explained(self, outcome: Outcome) -> Outcome:
         """The outcome. An error after several attempts says how many there were."""
@@ -76,10 +77,13 @@ def is_connection_error(error: BaseException | None) -> bool:
     status = _status_of(error)
     if status is not None:
         return status in BUSY_STATUS
-    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
-    return isinstance(error, ConnectionError | TimeoutError) or not kinds.isdisjoint(
-        CONNECTION_ERRORS
-    )
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    for kind in type(error).__mro__:
+        package, _, _ = kind.__module__.partition(".")
+        if f"{package}.{kind.__name__}" in CONNECTION_ERRORS:
+            return True
+    return False
 
 
 def _status_of(error: BaseException) -> int | None:

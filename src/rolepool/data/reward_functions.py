@@ -15,7 +15,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple, Self
 
 from rolepool.config import Config
-from rolepool.data.reward_signatures import check_signature
+from rolepool.data.reward_signatures import UserFunction, check_signature
 from rolepool.data.rewards import RewardFunction, WeightedRewards
 from rolepool.data.rules import RULES, Rule, Score, call_rule, rule_for
 from rolepool.errors import ConfigError, explained
@@ -28,10 +28,10 @@ the function."""
 def score_by_rule(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    ground_truth: object,
+    extra_info: dict[str, object] | None = None,
     rule: Rule | None = None,
-    **_: Any,
+    **_: object,
 ) -> Score:
     """A built-in rule, called in the same way as a user's function; None uses the rule for the data
     source."""
@@ -46,7 +46,7 @@ class FunctionInFile(NamedTuple):
     file: Path
     name: str
     setting: str
-    kwargs: Mapping[str, Any] = MappingProxyType({})
+    kwargs: Mapping[str, object] = MappingProxyType({})
     """Further arguments: `custom_reward_function.reward_kwargs`."""
     answer_key: str | None = None
     """The column with the ground truth, which a function for batches also gets under this name."""
@@ -63,10 +63,9 @@ class FunctionInFile(NamedTuple):
             text = self.file.read_text(encoding="utf-8", errors="replace")
             table = symtable.symtable(text, str(self.file), "exec")
         if self.name not in table.get_identifiers() and "import *" not in text:
-            defined = ", ".join(
-                symbol.get_name() for symbol in table.get_symbols() if symbol.is_namespace()
-            )
-            place = f"{self.file}, which defines {defined or 'no function'}"
+            symbols = table.get_symbols()
+            defined = [symbol.get_name() for symbol in symbols if symbol.is_namespace()]
+            place = f"{self.file}, which defines {', '.join(defined) or 'no function'}"
             raise ConfigError(f"{self.setting}: {self.name} is not defined in {place}")
         return self
 
@@ -79,10 +78,8 @@ class FunctionInFile(NamedTuple):
         try:
             # dont_inherit: a `from __future__` import of this module must not hold for the user's
             # code.
-            exec(
-                compile(self.file.read_bytes(), str(self.file), "exec", dont_inherit=True),
-                vars(module),
-            )
+            code = compile(self.file.read_bytes(), str(self.file), "exec", dont_inherit=True)
+            exec(code, vars(module))
         except (Exception, SystemExit) as error:
             reason = traceback.format_exception_only(error)[-1].strip()
             raise ConfigError(f"{self.setting}: cannot be imported: {reason}") from error
@@ -90,7 +87,7 @@ class FunctionInFile(NamedTuple):
         name = f"{self.setting}: {self.name}"
         return RewardFunction(function, name, self.file, self.answer_key, self.is_one_of_several)
 
-    def with_kwargs(self, function: Any) -> Callable[..., Any]:
+    def with_kwargs(self, function: Any) -> UserFunction:
         """The function with its further arguments. Raises ConfigError if it cannot be called like a
         reward function."""
         if not callable(function):
@@ -110,11 +107,16 @@ def functions_of(config: Config) -> dict[str, Callable[[], RewardFunction]]:
         file = Path(custom.path).expanduser().absolute()
         setting = f"custom_reward_function.path={file}"
         users = FunctionInFile(
-            file, custom.name, setting, custom.reward_kwargs, config.data.answer_key
+            file=file,
+            name=custom.name,
+            setting=setting,
+            kwargs=custom.reward_kwargs,
+            answer_key=config.data.answer_key,
         )
         return {custom.name: users.checked().load}
     functions: dict[str, Callable[[], RewardFunction]] = {}
-    for text in (entry.function for entry in config.reward.functions):
+    for entry in config.reward.functions:
+        text = entry.function
         setting = f"reward.functions={text}"
         path, _, name = text.rpartition(":")
         if text not in RULES and not path.endswith(".py"):
@@ -126,33 +128,35 @@ def functions_of(config: Config) -> dict[str, Callable[[], RewardFunction]]:
                 f"{setting}: there are two functions with the name {name}; rename one"
             )
         if text in RULES:
-            functions[name] = partial(
-                RewardFunction, partial(score_by_rule, rule=RULES[text]), f"rule {text}"
-            )
-        else:
-            file = Path(path).expanduser().absolute()
-            is_one_of_several = len(config.reward.functions) > 1
-            users = FunctionInFile(
-                file, name, setting, {}, config.data.answer_key, is_one_of_several
-            )
-            functions[name] = users.checked().load
+            rule = partial(score_by_rule, rule=RULES[text])
+            functions[name] = partial(RewardFunction, rule, f"rule {text}")
+            continue
+        users = FunctionInFile(
+            file=Path(path).expanduser().absolute(),
+            name=name,
+            setting=setting,
+            answer_key=config.data.answer_key,
+            is_one_of_several=len(config.reward.functions) > 1,
+        )
+        functions[name] = users.checked().load
     return functions
 
 
 def load_reward_function(
-    config: Config, given: Callable[..., Any] | None = None
+    config: Config, function: UserFunction | None = None
 ) -> RewardFunction | WeightedRewards:
     """The function that a Python program has given, or the functions of the config, or the built-in
     rules for data sources if there is neither."""
     custom = config.custom_reward_function
     entries = config.reward.functions
-    if given is not None:
-        file = Path(given.__code__.co_filename if inspect.isfunction(given) else "unknown file")
+    if function is not None:
+        file = Path("unknown file")
+        if inspect.isfunction(function):
+            file = Path(function.__code__.co_filename)
         setting = f"reward={custom.name}"
-        function = FunctionInFile(file, custom.name, setting, custom.reward_kwargs).with_kwargs(
-            given
-        )
-        return RewardFunction(function, setting, file, config.data.answer_key)
+        users = FunctionInFile(file, custom.name, setting, custom.reward_kwargs)
+        bound = users.with_kwargs(function)
+        return RewardFunction(bound, setting, file, config.data.answer_key)
     functions = {name: load() for name, load in functions_of(config).items()}
     if entries:
         weights = [entry.weight for entry in entries]

@@ -8,13 +8,13 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rolepool.config import Config
-from rolepool.data.reward_signatures import OWN_LISTS, Style, style_of_names
+from rolepool.data.reward_signatures import OWN_LISTS, Style, UserFunction, style_of_names
 from rolepool.data.rules import RULES
 
 TRUTH = "ground_truth"
@@ -52,18 +52,18 @@ class Need(NamedTuple):
     """The columns that it has parameters for."""
 
 
-def needs_of(config: Config, given: Callable[..., Any] | None = None) -> list[Need]:
-    """What the user's functions need, if they score. `given` is a function of a Python program. A
+def needs_of(config: Config, function: UserFunction | None = None) -> list[Need]:
+    """What the user's functions need, if they score. `function` is one of a Python program. A
     function whose text cannot be read needs nothing."""
     custom = config.custom_reward_function
     entries = config.reward.functions
     if config.reward_model.enable or config.environment.name is not None:
         return []
-    if given is not None:
-        # There is no text, as for a function of a C library.
+    if function is not None:
+        # There may be no text, as for a function of a C library.
         with suppress(OSError, TypeError, SyntaxError):
-            text = textwrap.dedent(inspect.getsource(given))
-            return _needs(text, given.__name__, config, custom.reward_kwargs)
+            text = textwrap.dedent(inspect.getsource(function))
+            return _needs(text, function.__name__, config, custom.reward_kwargs)
         return []
     if custom.path is not None:
         return _needs(_text_of(custom.path), custom.name, config, custom.reward_kwargs)
@@ -86,9 +86,12 @@ def missing(need: Need, used: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def likely_answer(row: Mapping[str, Any], prompt_key: str) -> str | None:
+def likely_answer(row: Mapping[str, object], prompt_key: str) -> str | None:
     """The name of the column that looks like the answer."""
-    plain_names = {re.sub(r"[\W_]+", "_", name.lower()): name for name in row if name != prompt_key}
+    plain_names: dict[str, str] = {}
+    for name in row:
+        if name != prompt_key:
+            plain_names[re.sub(r"[\W_]+", "_", name.lower())] = name
     for name in ANSWER_NAMES:
         if name in plain_names:
             return plain_names[name]
@@ -106,7 +109,7 @@ def _text_of(path: str) -> str:
     return ""
 
 
-def _needs(text: str, name: str, config: Config, kwargs: Mapping[str, Any]) -> list[Need]:
+def _needs(text: str, name: str, config: Config, kwargs: Mapping[str, object]) -> list[Need]:
     """What the function of this name needs, if the text defines it."""
     try:
         statements = ast.parse(text).body
@@ -119,12 +122,12 @@ def _needs(text: str, name: str, config: Config, kwargs: Mapping[str, Any]) -> l
 
 
 def _need_of(
-    function: ast.FunctionDef | ast.AsyncFunctionDef, config: Config, kwargs: Mapping[str, Any]
+    function: ast.FunctionDef | ast.AsyncFunctionDef, config: Config, kwargs: Mapping[str, object]
 ) -> Need:
-    named = function.args
-    names = [argument.arg for argument in (*named.posonlyargs, *named.args, *named.kwonlyargs)]
-    required = [name for name in _required(named) if name not in kwargs]
-    style = style_of_names(names)
+    arguments = function.args
+    all_arguments = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    style = style_of_names([argument.arg for argument in all_arguments])
+    required = [name for name in _required(arguments) if name not in kwargs]
     truth_names = {TRUTH, f"{TRUTH}s"}
     if config.data.answer_key is not None:
         truth_names.add(config.data.answer_key)

@@ -48,9 +48,11 @@ class _Scorer(ChildProcess):
         self._function = function
         self._keys = keys
         self._num_at_once = num_at_once
-        self._silence_s = keys.timeout_s + (GRACE_S if function.is_async else 0.0)
+        self._silence_s = keys.timeout_s
         """Longest time without an outcome. An async function is stopped in the child, without
         losing its other calls, unless it does not let the child run."""
+        if function.is_async:
+            self._silence_s += GRACE_S
         self._unfinished: dict[int, Call] = {}
         """The calls that the child has got, by number, in the order in which it begins them."""
         self._deadline_s = math.inf
@@ -208,7 +210,8 @@ class _Round:
 
 def _take(calls: dict[int, Call], count: int) -> dict[int, Call]:
     """Remove the first calls and return them."""
-    return {number: calls.pop(number) for number in list(islice(calls, count))}
+    numbers = list(islice(calls, count))
+    return {number: calls.pop(number) for number in numbers}
 
 
 class ScoringProcesses:
@@ -225,10 +228,11 @@ class ScoringProcesses:
         self._function = function
         self._keys = keys
         self._is_tolerant = keys.on_error == "zero"
+        num_children = num_at_once
+        num_in_child = 1
         if function.is_async:
-            num_children, num_in_child = (1, num_at_once)
-        else:
-            num_children, num_in_child = (num_at_once, 1)
+            num_children = 1
+            num_in_child = num_at_once
         if function.takes_batches:
             num_children = 1
         self._children = [_Scorer(function, keys, num_in_child) for _ in range(num_children)]
@@ -249,9 +253,11 @@ class ScoringProcesses:
             if isinstance(outcome, RewardError):
                 failed += [outcome] * len(call)
                 scored += [Scored(0.0, {FAILED: 1.0})] * len(call)
+            elif self._is_tolerant:
+                for row in outcome:
+                    scored.append(row._replace(numbers=row.numbers | {FAILED: 0.0}))
             else:
-                failures = {FAILED: 0.0} if self._is_tolerant else {}
-                scored += [row._replace(numbers=row.numbers | failures) for row in outcome]
+                scored += outcome
         if failed:
             what = f"{len(failed)} of {len(rows)} samples failed and got score 0"
             logger.warning(
@@ -265,10 +271,9 @@ class ScoringProcesses:
         current = _Round(calls)
         while not current.is_over:
             for child in self._children:
-                if child.is_idle:
-                    next_calls = current.next_calls(len(self._children))
-                else:
-                    next_calls = {}
+                if not child.is_idle:
+                    continue
+                next_calls = current.next_calls(len(self._children))
                 if next_calls:
                     child.begin(next_calls)
             busy = [child for child in self._children if not child.is_idle]
@@ -296,18 +301,18 @@ class ScoringProcesses:
 
     def _store(self, current: _Round, number: int, outcome: Outcome) -> None:
         """Keep the outcome of a call. Raises it if it is an error that ends the run."""
-        if isinstance(outcome, RewardError) and not (
-            self._is_tolerant and isinstance(outcome, SampleError)
-        ):
+        is_tolerated = self._is_tolerant and isinstance(outcome, SampleError)
+        if isinstance(outcome, RewardError) and not is_tolerated:
             raise outcome
         current.outcomes[number] = outcome
 
     @property
     def _why_stopped(self) -> str:
-        why = _too_slow(self._keys)
+        reason = _too_slow(self._keys)
         if self._function.is_async:
-            why += " (the function blocks: inside async def, wait with await, or use asyncio.to_thread)"
-        return why
+            fix = "inside async def, wait with await, or use asyncio.to_thread"
+            reason += f" (the function blocks: {fix})"
+        return reason
 
 
 def calls_at_once(

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from rolepool.config import show
 from rolepool.errors import ConfigError
 
+UserFunction = Callable[..., Any]
+"""A function of the user. What it returns is checked when it has been called."""
 INPUTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The arguments of a function for one response."""
 
@@ -24,7 +26,7 @@ class Row(NamedTuple):
     """The place of its prompt in the files, for error messages."""
     inputs: dict[str, Any]
     """The arguments of a function for one response, by the names in INPUTS."""
-    prompt: Any = ""
+    prompt: object = ""
     """A chat or a plain string."""
 
 
@@ -50,7 +52,7 @@ OWN_LISTS = {
 """The arguments that every call of a function for batches has."""
 
 
-def style_of(function: Callable[..., Any]) -> Style:
+def style_of(function: UserFunction) -> Style:
     """How this function wants to be called."""
     return style_of_names(_parameters(function))
 
@@ -65,7 +67,7 @@ def style_of_names(names: Collection[str]) -> Style:
     return Style.RESPONSE
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: UserFunction) -> bool:
     """Whether the function is written with `async def`. It may also be an object with such a method
     `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -75,12 +77,14 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def arguments_of(
     style: Style, rows: Sequence[Row], answer_key: str | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The arguments of one call. `answer_key` is the name of the column with the ground truth."""
     if style is Style.RESPONSE:
         (row,) = rows
         return row.inputs
-    lists = {name: [row.inputs[name] for row in rows] for name in INPUTS}
+    lists: dict[str, list[Any]] = {}
+    for name in INPUTS:
+        lists[name] = [row.inputs[name] for row in rows]
     if style is Style.SOLUTION_STRS:
         return {f"{name}s": values for name, values in lists.items()}
     return _with_columns(rows, lists, answer_key)
@@ -88,23 +92,28 @@ def arguments_of(
 
 def _with_columns(
     rows: Sequence[Row], lists: dict[str, list[Any]], answer_key: str | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The arguments of style COMPLETIONS. A column that some rows do not have has None there."""
-    own = {
+    extras = [extra or {} for extra in lists["extra_info"]]
+    # The names of all rows, in the order in which they come.
+    names: dict[object, None] = {}
+    for extra in extras:
+        names.update(dict.fromkeys(extra))
+    columns: dict[str, object] = {}
+    for name in names:
+        columns[str(name)] = [extra.get(name) for extra in extras]
+    arguments = {
         "prompts": [row.prompt for row in rows],
         "completions": [_completion(row) for row in rows],
         "data_source": lists["data_source"],
         "ground_truth": lists["ground_truth"],
     }
     if answer_key is not None:
-        own[answer_key] = lists["ground_truth"]
-    extras = [extra or {} for extra in lists["extra_info"]]
-    names = dict.fromkeys(name for extra in extras for name in extra)
-    columns = {str(name): [extra.get(name) for extra in extras] for name in names}
-    return {**columns, **own}
+        arguments[answer_key] = lists["ground_truth"]
+    return {**columns, **arguments}
 
 
-def _completion(row: Row) -> Any:
+def _completion(row: Row) -> object:
     """The response in the form of its prompt."""
     text = row.inputs["solution_str"]
     if isinstance(row.prompt, str):
@@ -113,7 +122,7 @@ def _completion(row: Row) -> Any:
 
 
 def check_signature(
-    function: Callable[..., Any], name: str, setting: str, kwargs: Mapping[str, Any]
+    function: UserFunction, name: str, setting: str, kwargs: Mapping[str, object]
 ) -> None:
     """Raise ConfigError if the function cannot be called in its style with these further arguments,
     which the key `custom_reward_function.reward_kwargs` sets. `setting` is the key of the function
@@ -157,17 +166,17 @@ def check_signature(
             raise ConfigError(f"{setting}: cannot be called as {call}: {reason}")
 
 
-def required_parameters(function: Callable[..., Any]) -> list[str]:
+def required_parameters(function: UserFunction) -> list[str]:
     """The names of the parameters that have no default."""
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return [
-        name
-        for name, parameter in _parameters(function).items()
-        if parameter.kind not in variable and parameter.default is parameter.empty
-    ]
+    required: list[str] = []
+    for name, parameter in _parameters(function).items():
+        if parameter.kind not in variable and parameter.default is parameter.empty:
+            required.append(name)
+    return required
 
 
-def _has_signature(function: Callable[..., Any]) -> bool:
+def _has_signature(function: UserFunction) -> bool:
     try:
         inspect.signature(function)
     except (TypeError, ValueError):
@@ -175,7 +184,7 @@ def _has_signature(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _parameters(function: UserFunction) -> Mapping[str, inspect.Parameter]:
     """The parameters by name; none if Python cannot tell, as for some functions written in C."""
     if _has_signature(function):
         return inspect.signature(function).parameters

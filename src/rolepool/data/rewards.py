@@ -15,14 +15,22 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rolepool.config.model_keys import RewardKwargsConfig
-from rolepool.data.reward_signatures import INPUTS, Row, Style, arguments_of, is_async, style_of
+from rolepool.data.reward_signatures import (
+    Row,
+    Style,
+    UserFunction,
+    arguments_of,
+    is_async,
+    style_of,
+)
 from rolepool.errors import RolepoolError
 
 SCORED_COLUMNS = ("data_source", "reward_model", "extra_info", "origin", "uid", "raw_prompt")
 """The columns that `score_batch` reads."""
-NUMBERS, PRED = "reward_numbers", "pred"
-"""The columns of scored rows with the other numbers of each response, as a dict, and with its
-answer or None."""
+NUMBERS = "reward_numbers"
+"""The column of scored rows with the other numbers of each response, as a dict."""
+PRED = "pred"
+"""The column of scored rows with the answer of each response, or None."""
 FAILED = "failed"
 """The number of a response that says whether a function failed for it, which `on_error=zero`
 allows."""
@@ -71,7 +79,7 @@ class RewardFunction:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: UserFunction,
         name: str,
         file: Path | None = None,
         answer_key: str | None = None,
@@ -81,9 +89,10 @@ class RewardFunction:
         self._file = file
         self._answer_key = answer_key
         self._may_leave_out = is_one_of_several and style_of(function) is not Style.RESPONSE
-        self.name, self.is_users = name, file is not None
-        """Its name in error messages, which includes the key and the file of a user's function, and
-        whether it runs code of the user."""
+        self.name = name
+        """Its name in error messages, which includes the key and the file of a user's function."""
+        self.is_users = file is not None
+        """Whether it runs code of the user."""
         self.style = style_of(function)
         self.is_async = is_async(function)
 
@@ -104,7 +113,10 @@ class RewardFunction:
     def score_rows(self, rows: Sequence[Row]) -> list[Scored]:
         """The scores of the rows, one call after another, in this process. Not for async
         functions."""
-        return [scored for call in self.calls_for(rows) for scored in self.score_call(call)]
+        scored: list[Scored] = []
+        for call in self.calls_for(rows):
+            scored += self.score_call(call)
+        return scored
 
     def score_call(self, call: Call) -> list[Scored]:
         """The scores of the rows of one call."""
@@ -117,9 +129,8 @@ class RewardFunction:
     async def score_call_async(self, call: Call) -> list[Scored]:
         """The same for an async function. It can be cancelled."""
         try:
-            pending: Awaitable[Any] = self._function(
-                **arguments_of(self.style, call, self._answer_key)
-            )
+            arguments = arguments_of(self.style, call, self._answer_key)
+            pending: Awaitable[Any] = self._function(**arguments)
             result = await pending
         except CancelledError:
             raise
@@ -140,7 +151,7 @@ class RewardFunction:
         """The error of a call that has this problem."""
         return SampleError(f"{self.name}: {problem}, {self.place_of(call)}")
 
-    def _read(self, result: Any, call: Call) -> list[Scored]:
+    def _read(self, result: object, call: Call) -> list[Scored]:
         """What a call returned for each of its rows."""
         try:
             if self.takes_batches:
@@ -151,7 +162,7 @@ class RewardFunction:
             raise RewardError(f"{self.name}: {error}, {self.place_of(call)}") from error
         return [self._read_row(of_row, row) for of_row, row in zip(results, call, strict=True)]
 
-    def _read_row(self, result: Any, row: Row) -> Scored:
+    def _read_row(self, result: object, row: Row) -> Scored:
         if result is None and self._may_leave_out:
             return Scored(math.nan, {})
         try:
@@ -200,19 +211,20 @@ class WeightedRewards:
             raise RewardError(
                 f"reward.functions: all functions returned None, for {row.name}; {fix}"
             )
-        total = 0.0
-        numbers = dict[str, float]()
-        pred = None
         failures = [scored.numbers[FAILED] for scored in of_row if FAILED in scored.numbers]
         if any(failures):
             return Scored(0.0, {FAILED: 1.0})
+        total = 0.0
+        numbers: dict[str, float] = {}
+        pred = None
         for (name, weight, _), scored in zip(self._parts, of_row, strict=True):
             if math.isnan(scored.score):
                 continue
             total += weight * scored.score
             numbers[name] = scored.score
-            others = {other: value for other, value in scored.numbers.items() if other != FAILED}
-            numbers |= {f"{name}/{other}": value for other, value in others.items()}
+            for key, value in scored.numbers.items():
+                if key != FAILED:
+                    numbers[f"{name}/{key}"] = value
             if pred is None:
                 pred = scored.pred
         if failures:
@@ -224,13 +236,18 @@ def score_batch(
     reward: Reward, columns: Mapping[str, Iterable[Any]], responses: Sequence[str]
 ) -> list[Scored]:
     """The scores of the responses to a batch, which has the columns of `prompts.batch_of`."""
+    read = [columns[name] for name in SCORED_COLUMNS]
     rows: list[Row] = []
-    named = (columns[name] for name in SCORED_COLUMNS)
     for response, data_source, reward_model, extra_info, origin, uid, prompt in zip(
-        responses, *named, strict=True
+        responses, *read, strict=True
     ):
-        inputs = (data_source, response, reward_model.get("ground_truth"), extra_info)
-        rows.append(Row(f"{origin} (uid {uid})", dict(zip(INPUTS, inputs, strict=True)), prompt))
+        inputs = {
+            "data_source": data_source,
+            "solution_str": response,
+            "ground_truth": reward_model.get("ground_truth"),
+            "extra_info": extra_info,
+        }
+        rows.append(Row(f"{origin} (uid {uid})", inputs, prompt))
     return reward.score_rows(rows)
 
 
@@ -241,14 +258,14 @@ def with_overlong_penalty(scored: Scored, num_tokens: int, keys: RewardKwargsCon
     buffer = keys.overlong_buffer_cfg
     num_free_tokens = keys.max_resp_len - buffer.len
     penalty = min((num_free_tokens - num_tokens) / buffer.len * buffer.penalty_factor, 0.0)
+    numbers = dict(scored.numbers)
     if buffer.log:
-        logged = {"overlong_reward": penalty, "overlong": float(penalty < 0)}
-    else:
-        logged = {}
-    return Scored(scored.score + penalty, scored.numbers | logged, scored.pred)
+        numbers["overlong_reward"] = penalty
+        numbers["overlong"] = float(penalty < 0)
+    return Scored(scored.score + penalty, numbers, scored.pred)
 
 
-def _as_list(result: Any, num_rows: int) -> list[Any]:
+def _as_list(result: object, num_rows: int) -> list[Any]:
     """The scores that a function for batches returned. Raises TypeError if it is not one for each
     row."""
     values = result.tolist() if hasattr(result, "tolist") else result
@@ -261,31 +278,34 @@ def _as_list(result: Any, num_rows: int) -> list[Any]:
     return list(values)
 
 
-def _as_scored(result: Any) -> Scored:
+def _as_scored(result: object) -> Scored:
     """The score, the other numbers, and `pred`; other entries of a dict that are not numbers are
     not logged."""
     if not isinstance(result, Mapping):
         return Scored(_as_number("the score", result), {})
     if "score" not in result:
         raise ValueError(f"returned a dict without 'score'; it has {', '.join(map(str, result))}")
-    logged = {
-        str(key): value for key, value in result.items() if key == "score" or _is_number(value)
-    }
-    numbers = {key: _as_number(key, value) for key, value in logged.items()}
-    pred = numbers.get("pred", result.get("pred"))
-    return Scored(numbers.pop("score"), numbers, None if pred is None else str(pred))
+    numbers: dict[str, float] = {}
+    for key, value in result.items():
+        # A score that is not a number is an error, and other entries may be anything.
+        if key == "score" or _is_number(value):
+            numbers[str(key)] = _as_number(str(key), value)
+    answer = numbers.get("pred", result.get("pred"))
+    pred = None if answer is None else str(answer)
+    return Scored(numbers.pop("score"), numbers, pred)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Also true for scalars of numpy and torch, which have no dimensions."""
-    return isinstance(value, Real) or (
-        getattr(value, "ndim", None) == 0 and not isinstance(value, str)
-    )
+    if isinstance(value, Real):
+        return True
+    return getattr(value, "ndim", None) == 0 and not isinstance(value, str)
 
 
 def _as_number(name: str, value: Any) -> float:
     if not _is_number(value):
         raise TypeError(f"{name} is {type(value).__name__} {value!r:.60}, not a number")
-    if not math.isfinite(number := float(value)):
+    number = float(value)
+    if not math.isfinite(number):
         raise ValueError(f"{name} is {number}; it must be finite")
     return number

@@ -11,7 +11,6 @@ from decimal import Decimal, InvalidOperation
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from rolepool.config import Config
 from rolepool.config.base import Items, Section, read_table
@@ -38,7 +37,7 @@ class Tables(Section):
 _TABLES = read_table(Path(__file__).with_suffix(".yaml"), Tables)
 
 
-def exact_match(solution_str: str, ground_truth: Any) -> float:
+def exact_match(solution_str: str, ground_truth: object) -> float:
     """1 if the response is the ground truth, or is in the list of ground truths; surrounding white
     space is ignored."""
     if isinstance(ground_truth, list | tuple):
@@ -48,13 +47,13 @@ def exact_match(solution_str: str, ground_truth: Any) -> float:
     return float(solution_str.strip() in [str(answer).strip() for answer in accepted])
 
 
-def position_match(solution_str: str, ground_truth: Any) -> float:
+def position_match(solution_str: str, ground_truth: object) -> float:
     """The fraction of words that are correct and in the correct place; missing and extra words
     count as wrong."""
-    given = solution_str.split()
+    words = solution_str.split()
     wanted = str(ground_truth).split()
-    num_right = sum(a == b for a, b in zip(given, wanted, strict=False))
-    return num_right / max(len(given), len(wanted), 1)
+    num_right = sum(word == right for word, right in zip(words, wanted, strict=False))
+    return num_right / max(len(words), len(wanted), 1)
 
 
 # --- the number after #### ----------------------------------------------------------------------------------------
@@ -63,7 +62,7 @@ _STRICT_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE_ANSWER = re.compile(r"####\s*([-+]?[$€£¥]?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
 
 
-def gsm8k(solution_str: str, ground_truth: Any) -> float:
+def gsm8k(solution_str: str, ground_truth: object) -> float:
     """1 if the text after the last `#### ` is the ground truth, as in verl: `72.` is not `72`;
     commas are removed.
 
@@ -80,11 +79,11 @@ def gsm8k(solution_str: str, ground_truth: Any) -> float:
 def strict_answer(text: str) -> str | None:
     """What follows the last `#### ` (with one space) and looks like a number; None if nothing
     does."""
-    found = _STRICT_ANSWER.findall(text)
-    return found[-1].replace(",", "") if found else None
+    answers: list[str] = _STRICT_ANSWER.findall(text)
+    return answers[-1].replace(",", "") if answers else None
 
 
-def gsm8k_flexible(solution_str: str, ground_truth: Any) -> float:
+def gsm8k_flexible(solution_str: str, ground_truth: object) -> float:
     """1 if the last number after `####` has the same value as the ground truth; currency signs are
     ignored."""
     wanted = _as_decimal(strict_answer(str(ground_truth)) or str(ground_truth))
@@ -92,8 +91,8 @@ def gsm8k_flexible(solution_str: str, ground_truth: Any) -> float:
         raise DataError(
             f"the ground truth is {ground_truth!r}; the rule gsm8k_flexible needs a number"
         )
-    found = _FLEXIBLE_ANSWER.findall(solution_str[-_TAIL_CHARACTERS:])
-    return float(bool(found) and _as_decimal(found[-1]) == wanted)
+    answers = _FLEXIBLE_ANSWER.findall(solution_str[-_TAIL_CHARACTERS:])
+    return float(bool(answers) and _as_decimal(answers[-1]) == wanted)
 
 
 def _as_decimal(text: str) -> Decimal | None:
@@ -122,15 +121,20 @@ def normalize_latex(answer: str) -> str:
 def boxed_answer(text: str) -> str | None:
     """The content of the last `\\boxed{...}`; None if there is none, or if it is not closed."""
     start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
     depth = 0
-    for position in range(start + len("\\boxed"), len(text) if start >= 0 else 0):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    for position in range(start + len("\\boxed"), len(text)):
+        if text[position] == "{":
+            depth += 1
+        elif text[position] == "}":
+            depth -= 1
         if depth == 0:
             return text[start + len("\\boxed{") : position]
     return None
 
 
-def math_boxed(solution_str: str, ground_truth: Any) -> float:
+def math_boxed(solution_str: str, ground_truth: object) -> float:
     """1 if the last boxed answer means the same as the ground truth; uses the package math-verify
     if it is installed.
 
@@ -140,26 +144,30 @@ def math_boxed(solution_str: str, ground_truth: Any) -> float:
     answer = boxed_answer(solution_str)
     if answer is None:
         return 0.0
-    found = normalize_latex(answer)
-    truth = normalize_latex(wanted)
-    if found == truth:
+    plain_answer = normalize_latex(answer)
+    plain_truth = normalize_latex(wanted)
+    if plain_answer == plain_truth:
         return 1.0
     with suppress(InvalidOperation):
-        return float(Decimal(found) == Decimal(truth))
+        return float(Decimal(plain_answer) == Decimal(plain_truth))
     return float(_verified(answer, wanted))
 
 
-def math_dapo(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
+def math_dapo(solution_str: str, ground_truth: object) -> dict[str, float | str]:
     """1 or -1, as DAPO scores AIME: the text after the last `Answer:` is compared; it may be boxed.
     `acc` is 1 or 0, and `pred` is the answer."""
     wanted = _expected(ground_truth, "math_dapo")
-    found = re.findall(r"answer\s*:\s*([^\n]+)", solution_str[-_TAIL_CHARACTERS:], re.IGNORECASE)
-    answer = normalize_latex((boxed_answer(found[-1]) or found[-1]) if found else "")
+    tail = solution_str[-_TAIL_CHARACTERS:]
+    marked = re.findall(r"answer\s*:\s*([^\n]+)", tail, re.IGNORECASE)
+    answer = ""
+    if marked:
+        answer = boxed_answer(marked[-1]) or marked[-1]
+    answer = normalize_latex(answer)
     is_right = answer == normalize_latex(wanted)
     return {"score": 1.0 if is_right else -1.0, "acc": float(is_right), "pred": answer}
 
 
-def _expected(ground_truth: Any, rule: str) -> str:
+def _expected(ground_truth: object, rule: str) -> str:
     text = boxed_answer(str(ground_truth)) or str(ground_truth)
     if isinstance(ground_truth, list | dict) or not normalize_latex(text):
         raise DataError(
@@ -180,8 +188,9 @@ def _verified(answer: str, wanted: str) -> bool:
     if not _HAS_MATH_VERIFY or _EXPENSIVE.search(answer):
         return False
     package = import_module("math_verify")  # not before it is needed, because it is slow
-    gold, given = (package.parse(f"${text}$", parsing_timeout=None) for text in (wanted, answer))
-    return bool(package.verify(gold, given, timeout_seconds=None))
+    parsed_truth = package.parse(f"${wanted}$", parsing_timeout=None)
+    parsed_answer = package.parse(f"${answer}$", parsing_timeout=None)
+    return bool(package.verify(parsed_truth, parsed_answer, timeout_seconds=None))
 
 
 # --- answers of chat models ---------------------------------------------------------------------------------------
@@ -192,7 +201,7 @@ _NUMBER = re.compile(
 _FORMAT_TAG = re.compile(r"</?(?:think|answer)>")
 
 
-def last_number(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
+def last_number(solution_str: str, ground_truth: object) -> dict[str, float | str]:
     """1 if the last number in the response has the value of the ground truth. `pred` is the number.
 
     The ground truth may also be a solution that ends with `#### 72`.
@@ -208,11 +217,12 @@ def last_number(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
 
 def last_number_in(text: str) -> str:
     """The last number in a text; nothing if there is none."""
-    found = _NUMBER.findall(text.replace("{,}", ",").replace("\N{MINUS SIGN}", "-"))
-    return found[-1] if found else ""
+    plain_text = text.replace("{,}", ",").replace("\N{MINUS SIGN}", "-")
+    numbers: list[str] = _NUMBER.findall(plain_text)
+    return numbers[-1] if numbers else ""
 
 
-def last_box(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
+def last_box(solution_str: str, ground_truth: object) -> dict[str, float | str]:
     """1 if the last boxed answer is the ground truth, as a text or as a number. `pred` is the
     answer.
 
@@ -224,7 +234,7 @@ def last_box(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
     return _graded(answer, any(_is_same(answer, wanted) for wanted in accepted))
 
 
-def answer_tag(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
+def answer_tag(solution_str: str, ground_truth: object) -> dict[str, float | str]:
     """The same for the text between the last `<answer>` and `</answer>`, which may be boxed."""
     accepted = _accepted(ground_truth, "answer_tag")
     text = tagged_answer(solution_str) or ""
@@ -241,7 +251,7 @@ def tagged_answer(text: str) -> str | None:
     return None
 
 
-def think_format(solution_str: str, ground_truth: Any = None) -> float:
+def think_format(solution_str: str, ground_truth: object = None) -> float:
     """1 if the response is `<think>...</think>` and then `<answer>...</answer>` with some text,
     each once, and nothing else. The first tag may be missing, because some chat templates write it
     before the response."""
@@ -260,20 +270,20 @@ def _graded(answer: str, is_right: bool) -> dict[str, float | str]:
     return {"score": float(is_right), "pred": answer.strip()}
 
 
-def _accepted(ground_truth: Any, rule: str) -> list[str]:
+def _accepted(ground_truth: object, rule: str) -> list[str]:
     """The accepted answers. Raises DataError if there is none."""
     if isinstance(ground_truth, list | tuple):
         truths = ground_truth
     else:
         truths = [ground_truth]
-    texts = [
-        boxed_answer(str(truth)) or strict_answer(str(truth)) or str(truth) for truth in truths
-    ]
-    if (
-        not texts
-        or not all(text.strip() for text in texts)
-        or any(isinstance(truth, dict) for truth in truths)
-    ):
+    texts: list[str] = []
+    for truth in truths:
+        text = str(truth)
+        text = boxed_answer(text) or strict_answer(text) or text
+        if isinstance(truth, dict) or not text.strip():
+            break
+        texts.append(text)
+    if not texts or len(texts) < len(truths):
         raise DataError(
             f"the ground truth is {ground_truth!r}; the rule {rule} needs text or a number"
         )
@@ -286,14 +296,13 @@ def _is_same(answer: str, wanted: str) -> bool:
     number = _as_decimal(answer)
     if number is not None and number == _as_decimal(wanted):
         return True
-    texts = {" ".join(text.casefold().split()) for text in (answer, wanted)}
-    return len(texts) == 1 or (
-        bool(answer.strip()) and normalize_latex(answer) == normalize_latex(wanted)
-    )
+    if answer.casefold().split() == wanted.casefold().split():
+        return True
+    return bool(answer.strip()) and normalize_latex(answer) == normalize_latex(wanted)
 
 
 def reasoning_gym(
-    solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+    solution_str: str, ground_truth: object, extra_info: dict[str, object] | None = None
 ) -> dict[str, float | str]:
     """The score that the verifier of a task of reasoning-gym gives to the answer, from 0 to 1.
     `pred` is the answer.
@@ -326,15 +335,15 @@ RULES: dict[str, Rule] = {
     "exact_match": exact_match,
     "position_match": position_match,
     "gsm8k": gsm8k,
-}
-RULES |= {"gsm8k_flexible": gsm8k_flexible, "math": math_boxed, "math_dapo": math_dapo}
-RULES |= {
+    "gsm8k_flexible": gsm8k_flexible,
+    "math": math_boxed,
+    "math_dapo": math_dapo,
     "last_number": last_number,
     "boxed": last_box,
     "answer_tag": answer_tag,
     "format": think_format,
+    "reasoning_gym": reasoning_gym,
 }
-RULES |= {"reasoning_gym": reasoning_gym}
 RULES_WITH_EXTRA = (reasoning_gym,)
 """The rules that need more than the ground truth."""
 RULES_WITHOUT_TRUTH = ("format",)
@@ -344,17 +353,18 @@ RULES_WITHOUT_TRUTH = ("format",)
 def rule_for(data_source: str) -> Rule:
     """The rule for a data source. `exact_match/my_set` uses `exact_match`; its scores are reported
     separately."""
-    rule = RULES.get(_TABLES.datasets.get(data_source, data_source.split("/")[0]))
-    if rule is None and data_source.split("/")[-1].lower().startswith("aime"):
-        rule = math_dapo
-    if rule is None:
-        fix = f"set reward.functions to a rule ({', '.join(RULES)}) or to your own FILE.py:FUNCTION"
-        raise DataError(f"there is no built-in reward for data_source {data_source!r}; {fix}")
-    return rule
+    parts = data_source.split("/")
+    name = _TABLES.datasets.get(data_source, parts[0])
+    if name in RULES:
+        return RULES[name]
+    if parts[-1].lower().startswith("aime"):
+        return math_dapo
+    fix = f"set reward.functions to a rule ({', '.join(RULES)}) or to your own FILE.py:FUNCTION"
+    raise DataError(f"there is no built-in reward for data_source {data_source!r}; {fix}")
 
 
 def call_rule(
-    rule: Rule, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None
+    rule: Rule, solution_str: str, ground_truth: object, extra_info: dict[str, object] | None
 ) -> Score:
     """The score of a response. Raises DataError if the rule cannot use the row."""
     if rule in RULES_WITH_EXTRA:
@@ -365,14 +375,12 @@ def call_rule(
 def rules_for(config: Config, data_source: str) -> dict[str, Rule]:
     """The rules that score rows of this data source, by name; none if only a model, an environment
     or the user's code does."""
-    if (
-        config.reward_model.enable
-        or config.custom_reward_function.path is not None
-        or config.environment.name
-    ):
+    if config.reward_model.enable:
+        return {}
+    if config.custom_reward_function.path is not None or config.environment.name:
         return {}
     if config.reward.functions:
         names = [entry.function for entry in config.reward.functions]
         return {name: RULES[name] for name in names if name in RULES}
-    rule = rule_for(data_source)
-    return {name: other for name, other in RULES.items() if other is rule}
+    chosen = rule_for(data_source)
+    return {name: rule for name, rule in RULES.items() if rule is chosen}

@@ -37,13 +37,13 @@ class Outcome(NamedTuple):
 
 def tools_of(environment: Any) -> list[str]:
     """The names of the tools of a class: its other public methods. A function has none."""
-    if inspect.isclass(environment):
-        methods = inspect.getmembers(environment, inspect.isfunction)
-    else:
-        methods = []
-    return [
-        name for name, _ in methods if not name.startswith("_") and name not in (RESET, GET_REWARD)
-    ]
+    if not inspect.isclass(environment):
+        return []
+    names: list[str] = []
+    for name, _ in inspect.getmembers(environment, inspect.isfunction):
+        if not name.startswith("_") and name not in (RESET, GET_REWARD):
+            names.append(name)
+    return names
 
 
 def template_options(config: Config) -> dict[str, Any]:

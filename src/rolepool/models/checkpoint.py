@@ -55,7 +55,9 @@ from rolepool.reading import open_regular, parse_json, read_small
 
 FILE_BYTES = 2**30
 """Approximate size of a file, and of the host memory that a rank needs to write it."""
-STEP, *MOMENTS = OPTIMIZER_STATES = ("step", "exp_avg", "exp_avg_sq")
+STEP = "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZER_STATES = (STEP, *MOMENTS)
 
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
 _RANK_FILE = re.compile(r"rank_\d{5,}_of_(\d{5,})\.json")
@@ -120,19 +122,18 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
     if rank == 0 and isinstance(trained.model, PreTrainedModel):
         # The configuration includes the user's overrides. FSDP2 has replaced the model's class with
         # a subclass.
-        own_class = next(
-            cls for cls in type(trained.model).__mro__ if not issubclass(cls, FSDPModule)
-        )
-        config = {
-            **json.loads(trained.model.config.to_json_string()),
-            "architectures": [own_class.__name__],
-        }
+        classes = type(trained.model).__mro__
+        own_class = next(kind for kind in classes if not issubclass(kind, FSDPModule))
+        config = json.loads(trained.model.config.to_json_string())
+        config["architectures"] = [own_class.__name__]
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     text = rank_state_text(trained, tensors)
-    own = folder / rank_file(rank, num_ranks)
-    own.write_text(text, encoding="utf-8")
-    shards = folder.glob(f"shard-{rank + 1:05d}-*.safetensors")
-    write_hashes(own, [own, *shards, *(folder.glob("config.json") if rank == 0 else [])])
+    own_file = folder / rank_file(rank, num_ranks)
+    own_file.write_text(text, encoding="utf-8")
+    written = [own_file, *folder.glob(f"shard-{rank + 1:05d}-*.safetensors")]
+    if rank == 0:
+        written += folder.glob("config.json")
+    write_hashes(own_file, written)
 
 
 def rank_state_text(
@@ -156,23 +157,27 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
     anything is changed.
     """
     ranks, saved = _read_saved(folder)
-    if misfits := list(_misfits(saved, trained)):
-        problem = f"was saved from another model ({first_few(misfits, 3, '; ')}); set the model that it was saved from"
+    misfits = list(_misfits(saved, trained))
+    if misfits:
+        differences = first_few(misfits, 3, "; ")
+        problem = (
+            f"was saved from another model ({differences}); set the model that it was saved from"
+        )
         fix = "start a new run with trainer.resume_mode=disable and no trainer.resume_from_path"
         raise ConfigError(f"{folder}: {problem}, or {fix}")
     trained.optimizer.state.clear()
     trained.failure = None
     with trained.on_device(training=True), torch.no_grad():
         for name, parameter in _parameters(trained):
-            if (step := saved.get(f"{name}/{STEP}")) is not None:
-                # As AdamW allocates them.
-                trained.optimizer.state[parameter] = {
-                    STEP: torch.zeros((), dtype=step.properties.dtype, device=trained.device),
-                    **{
-                        moment: torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                        for moment in MOMENTS
-                    },
-                }
+            step = saved.get(f"{name}/{STEP}")
+            # A parameter that never had a gradient has no optimizer states.
+            if step is None:
+                continue
+            # As AdamW allocates them.
+            states = {STEP: torch.zeros((), dtype=step.properties.dtype, device=trained.device)}
+            for moment in MOMENTS:
+                states[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            trained.optimizer.state[parameter] = states
         _read_tensors(folder, all_tensors(trained))
     trained.num_updates = ranks[0].num_updates
     rank, num_ranks = rank_and_count()
@@ -200,15 +205,18 @@ def all_tensors(trained: TrainedModel) -> dict[str, Tensor]:
     tensors = weights_of(trained.model)
     for name, parameter in _parameters(trained):
         states = trained.optimizer.state.get(parameter, {})
-        tensors.update({f"{name}/{state}": value for state, value in states.items()})
+        for state, value in states.items():
+            tensors[f"{name}/{state}"] = value
     return tensors
 
 
 def _parameters(trained: TrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Names and parameters of the optimizer, which has all parameters in the model's order."""
-    given = [parameter for group in trained.optimizer.param_groups for parameter in group["params"]]
+    parameters: list[Tensor] = []
+    for group in trained.optimizer.param_groups:
+        parameters += group["params"]
     names = [name for name, _ in trained.model.named_parameters()]
-    return zip(names, given, strict=True)
+    return zip(names, parameters, strict=True)
 
 
 def _misfits(saved: Saved, trained: TrainedModel) -> Iterator[str]:
@@ -217,41 +225,45 @@ def _misfits(saved: Saved, trained: TrainedModel) -> Iterator[str]:
     wanted = weights_of(trained.model)
     for name, parameter in _parameters(trained):
         if any(f"{name}/{state}" in saved for state in OPTIMIZER_STATES):
-            wanted |= {
-                f"{name}/{STEP}": torch.zeros(()),
-                **{f"{name}/{moment}": parameter for moment in MOMENTS},
-            }
+            wanted[f"{name}/{STEP}"] = torch.zeros(())
+            for moment in MOMENTS:
+                wanted[f"{name}/{moment}"] = parameter
     for name, tensor in wanted.items():
         if name not in saved:
             yield f"{name} is not saved, but the model has it"
             continue
         size = saved[name].size
         dtype = saved[name].properties.dtype
-        if size != tensor.shape or (dtype != tensor.dtype and not name.endswith(f"/{STEP}")):
+        # AdamW reads a step of any dtype.
+        is_step = name.endswith(f"/{STEP}")
+        if size != tensor.shape or (dtype != tensor.dtype and not is_step):
             has = f"{list(tensor.shape)} {tensor.dtype}"
             yield f"{name} is {list(size)} {dtype}, but the model has {has}".replace("torch.", "")
-    yield from (
-        f"{name} is saved, but the model does not have it"
-        for name in sorted(saved.keys() - wanted.keys())
-    )
+    for name in sorted(saved.keys() - wanted.keys()):
+        yield f"{name} is saved, but the model does not have it"
 
 
 def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
     """What is saved in a role's folder, by rank and by tensor. Raises ConfigError unless it is
     complete."""
-    matches = (_RANK_FILE.fullmatch(path.name) for path in folder.glob("rank_*_of_*.json"))
-    counts = {int(match[1]) for match in matches if match is not None}
+    counts: set[int] = set()
+    for path in folder.glob("rank_*_of_*.json"):
+        match = _RANK_FILE.fullmatch(path.name)
+        if match is not None:
+            counts.add(int(match[1]))
     if not counts:
         raise ConfigError(f"{folder}: not a saved role; it has no rank_*_of_*.json")
-    ranks = []
+    ranks: list[RankState] = []
     fix = "copy the checkpoint again"
-    for rank in range(min(counts)):
-        file = folder / rank_file(rank, min(counts))
+    num_ranks = min(counts)
+    for rank in range(num_ranks):
+        file = folder / rank_file(rank, num_ranks)
         with explained(f"{file}: not a valid rank file", fix, *_INVALID), ExitStack() as restored:
             ranks.append(RankState.model_validate_json(read_small(file)))
             restored.callback(set_random_state, random_state())
             set_random_state(ranks[-1].rng)  # fails if it is not a random state
-    if len(counts) > 1 or len({(state.num_updates, state.num_bytes) for state in ranks}) > 1:
+    saves = {(state.num_updates, state.num_bytes) for state in ranks}
+    if len(counts) > 1 or len(saves) > 1:
         raise ConfigError(f"{folder}: its rank files belong to different saves; {fix}")
     for path in sorted(folder.glob("*.safetensors")):
         # Opening a file checks it. To open a pipe could take forever.
@@ -260,16 +272,16 @@ def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
             with safe_open(path, "pt"):
                 pass
     with explained(f"{folder}: what its files contain cannot be read", fix, *_INVALID):
-        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    tensors = {
-        name: tensor for name, tensor in found.items() if isinstance(tensor, TensorStorageMetadata)
-    }
-    sizes = (
-        (chunk.sizes.numel(), tensor.properties.dtype)
-        for tensor in tensors.values()
-        for chunk in tensor.chunks
-    )
-    num_bytes = sum(num_elements * dtype.itemsize for num_elements, dtype in sizes)
+        entries = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    tensors: Saved = {}
+    num_bytes = 0
+    for name, entry in entries.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        tensors[name] = entry
+        # What the files contain: a file may be missing, and with it a chunk.
+        num_elements = sum(chunk.sizes.numel() for chunk in entry.chunks)
+        num_bytes += num_elements * entry.properties.dtype.itemsize
     if num_bytes != ranks[0].num_bytes:
         raise ConfigError(
             f"{folder}: {num_bytes} of {ranks[0].num_bytes} bytes were found; a file is missing"
@@ -291,17 +303,18 @@ def check_hashes(folder: Path) -> None:
     fix = "copy the checkpoint again, or use another one"
     for file in sorted(folder.rglob(f"*{_HASHES}")):
         with explained(f"{file}: not a list of hashes", fix, ValueError):
-            lines = [line.split("  ", 1) for line in read_small(file).decode().splitlines()]
-            expected |= {
-                file.parent / name: digest for digest, name in lines if Path(name).name == name
-            }
+            for line in read_small(file).decode().splitlines():
+                digest, name = line.split("  ", 1)
+                # A list is for its own folder only.
+                if Path(name).name == name:
+                    expected[file.parent / name] = digest
     with explained(f"{folder}: cannot be read", fix):
-        unlisted = sorted(
-            file for file in folder.rglob("*") if _is_read(file) and file not in expected
-        )
+        read = [file for file in folder.rglob("*") if _is_read(file)]
+        unlisted = sorted(file for file in read if file not in expected)
         if unlisted:
             raise ConfigError(_missing_hash(unlisted[0]))
-        damaged = [file for file, digest in _hashes(expected).items() if digest != expected[file]]
+        hashes = _hashes(expected)
+        damaged = [file for file, digest in hashes.items() if digest != expected[file]]
     if damaged:
         raise ConfigError(
             f"{damaged[0]}: damaged, because its hash is not the one that was saved; {fix}"
@@ -311,21 +324,22 @@ def check_hashes(folder: Path) -> None:
 def _is_read(file: Path) -> bool:
     """Whether loading or exporting a checkpoint reads this file. Other files may be in its folders,
     too."""
-    is_named = (
-        file.name in ("trainer.json", "config.json") or _RANK_FILE.fullmatch(file.name) is not None
-    )
-    return is_named or file.suffix == ".safetensors"
+    if file.name in ("trainer.json", "config.json") or file.suffix == ".safetensors":
+        return True
+    return _RANK_FILE.fullmatch(file.name) is not None
 
 
 def _missing_hash(file: Path) -> str:
     """The problem that no list of hashes has this file, and what to do about it."""
-    what = f"{file}: damaged, because no list has its hash (a {_HASHES} file is missing, empty or incomplete)"
+    reason = f"a {_HASHES} file is missing, empty or incomplete"
+    what = f"{file}: damaged, because no list has its hash ({reason})"
     if file.name == "trainer.json":
         names = "trainer.json"
     else:
         names = "*.json *.safetensors"
     by_hand = f"run `sha256sum {names} > hashes{_HASHES}` in {file.parent}"
-    return f"{what}; copy the checkpoint again, or, if you are sure that it is complete and right, {by_hand}"
+    fix = "copy the checkpoint again, or, if you are sure that it is complete and right"
+    return f"{what}; {fix}, {by_hand}"
 
 
 def _hashes(files: Iterable[Path]) -> dict[Path, str]:
@@ -355,10 +369,10 @@ def _plain_errors(folder: Path) -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            failed = ", ".join(
-                f"{failure!r} on rank {rank}" for rank, (failure, _) in error.failures.items()
-            )
-            raise RolepoolError(f"{folder}: {failed}") from error
+            failures: list[str] = []
+            for rank, (failure, _) in error.failures.items():
+                failures.append(f"{failure!r} on rank {rank}")
+            raise RolepoolError(f"{folder}: {', '.join(failures)}") from error
 
 
 def rank_file(rank: int, num_ranks: int) -> str:
@@ -385,12 +399,11 @@ def export_hf(
         raise ConfigError(f"{out_dir}: already exists; export into a new folder")
     _, saved = _read_saved(folder)
     check_hashes(folder)
-    # No optimizer states.
-    kept = {name: tensor for name, tensor in saved.items() if "/" not in name}
-    weights = {
-        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
-        for name, tensor in kept.items()
-    }
+    weights: dict[str, Tensor] = {}
+    for name, tensor in saved.items():
+        # The names of optimizer states have a slash.
+        if "/" not in name:
+            weights[name] = torch.empty(tensor.size, dtype=tensor.properties.dtype)
     _read_tensors(folder, weights)
     out_dir = out_dir.absolute()
     temporary = temporary_folder(out_dir)
@@ -398,30 +411,33 @@ def export_hf(
         for path in sorted(model_config_dir.iterdir()):
             if path.is_file() and path.suffix in _COPIED and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, temporary / path.name)
-        for path in [] if tokenizer_dir is None else sorted(tokenizer_dir.iterdir()):
-            if path.is_file() and path.name.startswith(_OF_TOKENIZERS):
-                shutil.copyfile(path, temporary / path.name)
+        if tokenizer_dir is not None:
+            for path in sorted(tokenizer_dir.iterdir()):
+                if path.is_file() and path.name.startswith(_OF_TOKENIZERS):
+                    shutil.copyfile(path, temporary / path.name)
         save_torch_state_dict(weights, temporary, max_shard_size=file_bytes)
-        own = folder / "config.json"
-        source = own if own.is_file() else temporary / "config.json"
-        with explained(
-            f"{source}: not the configuration of a model", "copy the checkpoint again", *_INVALID
-        ):
-            config = dict(json.loads(source.read_text(encoding="utf-8")))
-        dtypes = {
-            str(tensor.dtype).removeprefix("torch.")
-            for tensor in weights.values()
-            if tensor.is_floating_point()
-        }
-        if len(dtypes) == 1:
-            config.pop("torch_dtype", None)  # its name in older releases of transformers
-            (config["dtype"],) = dtypes
-        (temporary / "config.json").write_text(
-            json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
+        saved_config = folder / "config.json"
+        config_file = temporary / "config.json"
+        source = saved_config if saved_config.is_file() else config_file
+        config_file.write_text(_exported_config(source, weights.values()), encoding="utf-8")
         publish(temporary, out_dir)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _exported_config(source: Path, weights: Iterable[Tensor]) -> str:
+    """The content of config.json for these weights, from the configuration of a saved model."""
+    problem = f"{source}: not the configuration of a model"
+    with explained(problem, "copy the checkpoint again", *_INVALID):
+        config = dict(json.loads(source.read_text(encoding="utf-8")))
+    dtypes: set[str] = set()
+    for weight in weights:
+        if weight.is_floating_point():
+            dtypes.add(str(weight.dtype).removeprefix("torch."))
+    if len(dtypes) == 1:
+        config.pop("torch_dtype", None)  # its name in older releases of transformers
+        config["dtype"] = dtypes.pop()
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
 # The folders of a run
@@ -471,7 +487,8 @@ def newest_checkpoint(run_dir: Path, parts: Collection[str] = ()) -> Path | None
     """The complete checkpoint of the highest step that has these parts. Damaged ones are skipped
     with a warning."""
     for folder in _newest_first(run_dir):
-        if problem := _problem(folder):
+        problem = _problem(folder)
+        if problem is not None:
             logger.warning("skipping %s: %s", folder, problem)
         elif all((folder / part).is_dir() for part in parts):
             return folder
@@ -520,11 +537,13 @@ def remove_old(run_dir: Path, part: str, keep: int) -> None:
         if folder / part not in parts:
             continue
         if num_kept < keep:
-            num_kept += _problem(folder) is None
-        else:
-            # Renamed first, so that an interrupted removal does not leave a partial checkpoint.
-            removed = folder if len(parts) == 1 else folder / part
-            shutil.rmtree(removed.rename(folder.parent / f".tmp-removed-{folder.name}-{part}"))
+            if _problem(folder) is None:
+                num_kept += 1
+            continue
+        removed = folder if len(parts) == 1 else folder / part
+        # Renamed first, so that an interrupted removal does not leave a partial checkpoint.
+        renamed = removed.rename(folder.parent / f".tmp-removed-{folder.name}-{part}")
+        shutil.rmtree(renamed)
 
 
 def remove_unfinished(run_dir: Path) -> None:
@@ -534,29 +553,33 @@ def remove_unfinished(run_dir: Path) -> None:
 
 
 def _newest_first(run_dir: Path) -> list[Path]:
-    found = [path for path in (run_dir / "checkpoints").glob("step_*") if path.is_dir()]
-    steps = {int(match[1]): path for path in found if (match := STEP_FOLDER.fullmatch(path.name))}
-    return [steps[step] for step in sorted(steps, reverse=True)]
+    folders: dict[int, Path] = {}
+    for path in (run_dir / "checkpoints").glob("step_*"):
+        match = STEP_FOLDER.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            folders[int(match[1])] = path
+    return [folders[step] for step in sorted(folders, reverse=True)]
 
 
 def _parts(folder: Path) -> list[Path]:
     """The folders of saved roles in a checkpoint."""
-    return [
-        path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")
-    ]
+    folders = [path for path in sorted(folder.iterdir()) if path.is_dir()]
+    return [path for path in folders if not path.name.startswith(".")]
 
 
 def _problem(folder: Path, check: Check | None = None) -> str | None:
     """Why a checkpoint is not complete; None if it is."""
+    fix = "only complete checkpoints are used"
     try:
-        with explained(
-            "trainer.json cannot be read", "only complete checkpoints are used", *_INVALID
-        ):
+        with explained("trainer.json cannot be read", fix, *_INVALID):
             parse_json(read_small(folder / "trainer.json"))
-        for part in (parts := _parts(folder)):
+        parts = _parts(folder)
+        for part in parts:
             _read_saved(part)
         if check is not None:
             check(folder)
     except ConfigError as error:
         return error.problems[0]
-    return None if parts else "it has no saved role"
+    if not parts:
+        return "it has no saved role"
+    return None

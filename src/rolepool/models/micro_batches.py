@@ -9,18 +9,21 @@ import numpy.typing as npt
 
 def by_rows(num_rows: int, rows_per_part: int) -> list[list[int]]:
     """Parts of `rows_per_part` rows, in order; the last may be smaller."""
-    return [
-        list(range(start, min(start + rows_per_part, num_rows)))
-        for start in range(0, num_rows, rows_per_part)
-    ]
+    rows = list(range(num_rows))
+    return [rows[start : start + rows_per_part] for start in range(0, num_rows, rows_per_part)]
 
 
 def num_passes(lengths: Sequence[int], max_tokens: int) -> int:
     """The fewest micro-batches of at most `max_tokens` tokens (or of one longer row) that
     `balanced` can make."""
     limit = max(max_tokens, max(lengths, default=0))
-    for count in range(max(1, -(-sum(lengths) // limit)), len(lengths)):
-        if all(sum(lengths[row] for row in part) <= limit for part in balanced(lengths, count)):
+
+    def fits(part: Sequence[int]) -> bool:
+        return sum(lengths[row] for row in part) <= limit
+
+    fewest = max(1, -(-sum(lengths) // limit))
+    for count in range(fewest, len(lengths)):
+        if all(map(fits, balanced(lengths, count))):
             return count
     return max(1, len(lengths))
 
@@ -30,9 +33,11 @@ def balanced(
 ) -> list[list[int]]:
     """Parts with about the same number of tokens, and at most `max_rows` rows: longest row first,
     each to the part with the fewest tokens."""
-    heap = [(0, 0, part) for part in range(num_parts)]
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+    # The parts that have room: their tokens, their rows, and their numbers.
+    heap = [(0, 0, part) for part in range(num_parts)]
+    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    for row in longest_first:
         tokens, size, part = heapq.heappop(heap)
         parts[part].append(row)
         if size + 1 != max_rows:
@@ -57,5 +62,6 @@ def rank_order(
         else:
             parts = by_rows(len(rows), size)
         for of_rank, part in zip(rows_of_rank, parts, strict=True):
+            # A part has numbers within the mini-batch.
             of_rank.extend(rows[0] + row for row in part)
     return np.concatenate([np.asarray(rows, dtype=np.int64) for rows in rows_of_rank])

@@ -30,6 +30,7 @@ from rolepool.protocol.batching import IS_PADDING_KEY
 from rolepool.protocol.columns import (
     INPUT_IDS,
     NUM_PROMPT_TOKENS,
+    lengths_of,
     offsets_of,
     ragged,
     ragged_parts,
@@ -44,10 +45,9 @@ tensor."""
 
 # Newer versions of torch need this if keys have fewer heads than queries; older versions do not
 # have the argument.
+_GROUPED: dict[str, Any] = {}
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-    _GROUPED: dict[str, Any] = {"enable_gqa": True}
-else:
-    _GROUPED = {}
+    _GROUPED["enable_gqa"] = True
 
 
 def on_device(tensor: Tensor, device: str | torch.device) -> Tensor:
@@ -61,7 +61,8 @@ def on_device(tensor: Tensor, device: str | torch.device) -> Tensor:
 def kept_mask(batch: Mapping[str, Tensor]) -> Tensor:
     """[rows, longest response]: the response tokens that count in losses; none of a row that pads
     the batch."""
-    mask = sampled_mask(batch, ragged_parts(batch[INPUT_IDS])[1].diff() - batch[NUM_PROMPT_TOKENS])
+    num_response = lengths_of(batch[INPUT_IDS]) - batch[NUM_PROMPT_TOKENS]
+    mask = sampled_mask(batch, num_response)
     if IS_PADDING_KEY not in batch:
         return mask
     return mask & ~batch[IS_PADDING_KEY][:, None]
@@ -102,19 +103,17 @@ class TokenRows:
         lengths = self.lengths[self.lengths > 0]
         starts = self._on_device(offsets_of(lengths).int())
         longest = int(lengths.max())
-        # Models pass these to attention: where sequences start (and the last one ends), and the
-        # longest length.
-        where = {
+        inputs = {
+            "input_ids": self.ids.unsqueeze(0),
+            "position_ids": self._on_device(self._positions).unsqueeze(0),
+            # Models pass these to attention: where sequences start (and the last one ends), and
+            # the longest length.
             "cu_seq_lens_q": starts,
             "cu_seq_lens_k": starts,
             "max_length_q": longest,
             "max_length_k": longest,
         }
-        tokens = {
-            "input_ids": self.ids.unsqueeze(0),
-            "position_ids": self._on_device(self._positions).unsqueeze(0),
-        }
-        return {**tokens, **where}, self._on_device(self._places_of_responses - 1)
+        return inputs, self._on_device(self._places_of_responses - 1)
 
     def padded_inputs(self, pad_token_id: int = 0) -> tuple[Inputs, Tensor]:
         """The same with one row each, padded on the right to the longest; places count through all
@@ -122,25 +121,25 @@ class TokenRows:
         width = int(self.lengths.max())
         is_real = torch.arange(width) < self.lengths[:, None]
         places = self._rows * width + self._positions
-        ids = self.ids.new_full((is_real.numel(),), pad_token_id).index_copy(
-            0, self._on_device(places), self.ids
-        )
+        padding = self.ids.new_full((is_real.numel(),), pad_token_id)
+        ids = padding.index_copy(0, self._on_device(places), self.ids)
         before = self._on_device(places[self._places_of_responses] - 1)
-        return {
+        inputs = {
             "input_ids": ids.view(is_real.shape),
             "attention_mask": self._on_device(is_real.long()),
-        }, before
+        }
+        return inputs, before
 
     def pad(self, of_responses: Tensor) -> Tensor:
         """Values of response tokens as [rows, longest response], with zeros after the end of each
         response."""
-        size = (len(self.lengths), int(self.num_response.max()))
-        first = self.lengths - self.num_response
-        places = (self._rows * size[1] + self._positions - first[self._rows])[
-            self._places_of_responses
-        ]
-        padded = of_responses.new_zeros(size[0] * size[1])
-        return padded.index_copy(0, self._on_device(places), of_responses).view(size)
+        num_rows = len(self.lengths)
+        width = int(self.num_response.max())
+        num_prompt = self.lengths - self.num_response
+        places_of_all = self._rows * width + self._positions - num_prompt[self._rows]
+        places = self._on_device(places_of_all[self._places_of_responses])
+        padded = of_responses.new_zeros(num_rows * width)
+        return padded.index_copy(0, places, of_responses).view(num_rows, width)
 
     def ragged(self, of_responses: Tensor) -> Tensor:
         """Values of response tokens as a ragged column."""
@@ -174,11 +173,8 @@ def response_values(model: nn.Module, rows: TokenRows, *, packed: bool) -> Tenso
 def add_token_scores(model: nn.Module, has_plain_head: bool = True) -> nn.Module:
     """Give a language model the method `token_scores`. It computes scores without all logits at
     once if logits are just the last hidden states times the weight of the head."""
-    setattr(
-        model,
-        TOKEN_SCORES,
-        MethodType(_token_scores if has_plain_head else _scores_from_logits, model),
-    )
+    scores = _token_scores if has_plain_head else _scores_from_logits
+    setattr(model, TOKEN_SCORES, MethodType(scores, model))
     return model
 
 
@@ -188,9 +184,8 @@ def _token_scores(
     """Log-prob of each label and entropy, after the token at each place of the inputs, counted
     through all rows."""
     hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)[places]
-    return _linear_log_probs(hidden.is_cuda)(
-        hidden, model.get_output_embeddings().weight, labels, temperature
-    )
+    weight = model.get_output_embeddings().weight
+    return _linear_log_probs(hidden.is_cuda)(hidden, weight, labels, temperature)
 
 
 def _scores_from_logits(
@@ -201,9 +196,9 @@ def _scores_from_logits(
     # done for this method.
     logits = type(model).forward(model, **inputs).logits.flatten(0, 1)[places]
     log_p = (precise(logits) / temperature).log_softmax(dim=-1)
-    return log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), torch.special.entr(log_p.exp()).sum(
-        dim=-1
-    )
+    log_probs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    entropies = torch.special.entr(log_p.exp()).sum(dim=-1)
+    return log_probs, entropies
 
 
 # Log-probs and entropies from hidden states and the head, without all logits at once
@@ -251,9 +246,9 @@ class _Function(torch.autograd.Function):
         how: LinearLogProbs,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_sums, log_probs, entropies = (
-            hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3)
-        )
+        log_sums = hidden.new_empty(len(hidden), dtype=dtype)
+        log_probs = torch.empty_like(log_sums)
+        entropies = torch.empty_like(log_sums)
         for piece in how.pieces(len(hidden), len(weight)):
             scores = how.score(hidden[piece], weight, labels[piece], temperature)
             log_sums[piece], log_probs[piece], entropies[piece] = scores
@@ -279,26 +274,26 @@ class _Function(torch.autograd.Function):
         else:
             grad_weight = None
         for piece in ctx.how.pieces(len(hidden), len(weight)):
-            per_token = (tensor[piece] for tensor in (labels, log_sums, entropies, of_log_probs))
-            if of_entropies is None:
-                of_entropies_here = None
-            else:
-                of_entropies_here = of_entropies[piece]
+            # By position, because the second argument is the weight (see `compiled`).
             grad_logits = ctx.how.differentiate(
-                hidden[piece], weight, ctx.temperature, *per_token, of_entropies_here
+                hidden[piece],
+                weight,
+                ctx.temperature,
+                labels[piece],
+                log_sums[piece],
+                entropies[piece],
+                of_log_probs[piece],
+                None if of_entropies is None else of_entropies[piece],
             )
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[piece])
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden[piece])
             del grad_logits  # before the next ones are computed
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None,
-            None,
-            None,
-        )
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        # The labels, the temperature and `how` have no gradients.
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _score(
@@ -351,12 +346,12 @@ def _differentiate(
     return torch.where(used, grad * (1 / temperature), 0).to(logits.dtype)
 
 
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """total += one @ other; a GPU adds the product of 16-bit matrices in float32."""
-    if total.is_cuda and one.dtype != total.dtype:
-        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right; a GPU adds the product of 16-bit matrices in float32."""
+    if total.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        total += one @ other
+        total += left @ right
 
 
 def precise(numbers: Tensor) -> Tensor:
@@ -424,19 +419,10 @@ def _padded_attention(
         # Sequences are padded at their ends, so no real token attends to padding.
         real_nl = columns_l < lengths[is_here][:, None]
         places_nl = torch.where(real_nl, starts[:-1][is_here][:, None] + columns_l, 0)
-        query_nhld, key_nhld, value_nhld = (
-            states[0]
-            .index_select(1, places_nl.flatten())
-            .unflatten(1, places_nl.shape)
-            .transpose(0, 1)
-            for states in qkv
-        )
+        query_nhld, key_nhld, value_nhld = (_rows_at(states, places_nl) for states in qkv)
         if window is not None and window < length:
-            mask = (
-                torch.ones(length, length, dtype=torch.bool, device=starts.device)
-                .tril()
-                .triu(1 - window)
-            )
+            ones_ll = torch.ones(length, length, dtype=torch.bool, device=starts.device)
+            mask = ones_ll.tril().triu(1 - window)
         outputs_nhld = F.scaled_dot_product_attention(
             query_nhld,
             key_nhld,
@@ -449,6 +435,14 @@ def _padded_attention(
         outputs.append(outputs_nhld.transpose(1, 2)[real_nl])
         places.append(places_nl[real_nl])
     return torch.cat(outputs)[torch.cat(places).argsort()].unsqueeze(0)
+
+
+def _rows_at(states: Tensor, places_nl: Tensor) -> Tensor:
+    """The packed states [1, heads, tokens, head_dim] at these places, as [rows, heads, length,
+    head_dim]."""
+    flat = states[0].index_select(1, places_nl.flatten())
+    rows: Tensor = flat.unflatten(1, places_nl.shape)
+    return rows.transpose(0, 1)
 
 
 # Hugging Face makes no mask for an attention of this name.

@@ -62,7 +62,9 @@ def sizes_to_measure(num_ranks: int, device: str) -> list[int]:
     """How many ranks the model is sharded over, one after another. On a GPU each size would need
     connections of its own, which take memory and seconds, so only those of the whole group are
     used."""
-    sizes = {num_ranks} if device == "cuda" else {2, num_ranks}
+    sizes = {num_ranks}
+    if device != "cuda":
+        sizes.add(2)
     return sorted(size for size in sizes if 1 < size <= num_ranks)
 
 
@@ -92,22 +94,28 @@ def _measure_width(
     shard_over(mesh, sharded, decoder_layers(sharded), device)
     sharded_s = _time_parts(sharded, width, device, num_repeats)
     for part, seconds in sharded_s.items():
-        times = {"sharded_s": median(seconds), "alone_s": median(alone_s[part])}
-        yield ShardingTime(mesh.size(), part, NUM_LAYERS + 1, num_params, **times)
+        yield ShardingTime(
+            mesh.size(),
+            part,
+            NUM_LAYERS + 1,
+            num_params,
+            sharded_s=median(seconds),
+            alone_s=median(alone_s[part]),
+        )
 
 
 def _time_parts(model: nn.Module, width: int, device: str, num_repeats: int) -> Seconds:
     """The times of the parts of an update, of computing without gradients, and of gathering all
     weights."""
-    other = torch.zeros(CACHE_BYTES if device == "cpu" else 0, dtype=torch.uint8)
+    cache = torch.zeros(CACHE_BYTES if device == "cpu" else 0, dtype=torch.uint8)
     optimizer = torch.optim.AdamW(model.parameters(), fused=device == "cuda")
-    ids = torch.ones(
-        max(1, NUM_ACTIVATIONS // width // ROW_LENGTH), ROW_LENGTH, dtype=torch.long, device=device
-    )
+    num_rows = max(1, NUM_ACTIVATIONS // width // ROW_LENGTH)
+    ids = torch.ones(num_rows, ROW_LENGTH, dtype=torch.long, device=device)
     seconds: Seconds = {}
     for number in range(NUM_WARM_REPEATS + num_repeats):
+        # The times of warm repeats are not kept.
         times: Seconds = seconds if number >= NUM_WARM_REPEATS else {}
-        timed = partial(_timed, times, device, other)
+        timed = partial(_timed, times, device, cache)
         loss = timed("forward", lambda: model(ids, use_cache=False).logits.float().sum())
         timed("backward", loss.backward)
         timed("optimizer", partial(_update, model, optimizer))
@@ -126,9 +134,9 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _timed(times: Seconds, device: str, other: Tensor, part: str, work: Callable[[], Any]) -> Any:
-    """Do the work and add its time."""
-    other.add_(1)
+def _timed(times: Seconds, device: str, cache: Tensor, part: str, work: Callable[[], Any]) -> Any:
+    """Do the work and add its time. `cache` is written first, see `CACHE_BYTES`."""
+    cache.add_(1)
     start_s = _now(device)
     result = work()
     times.setdefault(part, []).append(_now(device) - start_s)

@@ -82,18 +82,18 @@ class SnapshotWriter:
 
     def _write(self, folder: Path, number: int) -> None:
         self._trained.wait_for_copies()
-        for file in [file for file in self._files.values() if not file.is_current]:
-            self._close(file)
+        for file in list(self._files.values()):
+            if not file.is_current:
+                self._close(file)
         rank, num_ranks = rank_and_count()
         shard, own_file = snapshot_files(folder, rank, num_ranks)
         # From now on, the earlier snapshot in this folder is not complete.
         own_file.unlink(missing_ok=True)
         tensors = all_tensors(self._trained)
         parts = own_parts(tensors)
-        copies = self._opened(shard, tensors, parts)
-        ready = write_atomically(
-            own_file.with_suffix(".new"), [rank_state_text(self._trained, tensors, number)]
-        )
+        copies = self._copies_in(shard, tensors, parts)
+        text = rank_state_text(self._trained, tensors, number)
+        ready = write_atomically(own_file.with_suffix(".new"), [text])
 
         def publish() -> None:
             with suppress(OSError):  # the folder is removed if its keeper dies or the run ends
@@ -101,7 +101,7 @@ class SnapshotWriter:
 
         self._trained.copy_later(list(parts.values()), [copies[name] for name in parts], publish)
 
-    def _opened(
+    def _copies_in(
         self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """The copies of these parts of tensors in a file, as views of its memory. If the file is
@@ -110,30 +110,30 @@ class SnapshotWriter:
         if path in self._files and self._files[path].parts != names:
             self._close(self._files[path])
         if path not in self._files:
-            self._files[path] = self._made(path, tensors, parts)
+            self._files[path] = self._new_file(path, tensors, parts)
         return self._files[path].copies
 
-    def _made(
+    def _new_file(
         self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]
     ) -> OpenFile:
-        # Not those above, which are removed when the run ends.
-        for folder in (
-            path.parent.parent,
-            path.parent,
-        ):
+        # Not the folders above these two, which are removed when the run ends.
+        for folder in (path.parent.parent, path.parent):
             folder.mkdir(exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)
-        offsets = {name: {"saved_offsets": _offset(tensors[name])} for name in parts}
-        copies = {name: torch.empty(part.shape, dtype=part.dtype) for name, part in parts.items()}
+        offsets: dict[str, dict[str, tuple[int, ...]]] = {}
+        copies: dict[str, Tensor] = {}
+        for name, part in parts.items():
+            offsets[name] = {"saved_offsets": _offset(tensors[name])}
+            copies[name] = torch.empty(part.shape, dtype=part.dtype)
+        # As torch.distributed.checkpoint reads it.
+        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
         try:
-            save_file(
-                copies, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
-            )
+            save_file(copies, path, metadata=metadata)
         except BaseException:
             # A part of a file would take the room that the next snapshot needs.
             path.unlink(missing_ok=True)
             raise
-        memory, views = _mapped(path, copies)
+        memory, views = _map_tensors(path, copies)
         # The GPU copies only to pinned memory while it goes on with other work.
         if self._trained.device != "cpu":
             torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
@@ -158,16 +158,22 @@ def own_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if rank == 0:
                 parts[name] = tensor
             continue
-        place = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
-        if any(
-            at and isinstance(how, Replicate)
-            for at, how in zip(place, tensor.placements, strict=True)
-        ):
+        if not _is_first_replica(tensor):
             continue
         local = tensor.to_local()
         if local.numel():
             parts[name] = local
     return parts
+
+
+def _is_first_replica(tensor: DTensor) -> bool:
+    """Whether no rank before this one has the same part of a tensor."""
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate() or [0] * mesh.ndim
+    for coordinate, placement in zip(place, tensor.placements, strict=True):
+        if isinstance(placement, Replicate) and coordinate > 0:
+            return False
+    return True
 
 
 def _offset(tensor: Tensor) -> tuple[int, ...]:
@@ -180,14 +186,16 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
     return tuple(offset)
 
 
-def _mapped(path: Path, tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def _map_tensors(path: Path, tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The memory of a safetensors file, and its tensors as views of that memory."""
     memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
-    size = int(memory[:8].view(torch.int64))
-    header = json.loads(bytes(memory[8 : 8 + size].numpy()))
-    start = 8 + size
-    views = {}
+    # The file begins with the size of its header in 8 bytes; the offsets count from its end.
+    header_size = int(memory[:8].view(torch.int64))
+    start = 8 + header_size
+    header = json.loads(bytes(memory[8:start].numpy()))
+    views: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        first, end = (start + offset for offset in header[name]["data_offsets"])
-        views[name] = memory[first:end].view(tensor.dtype).view(tensor.shape)
+        first, end = header[name]["data_offsets"]
+        part = memory[start + first : start + end]
+        views[name] = part.view(tensor.dtype).view(tensor.shape)
     return memory, views

@@ -34,8 +34,12 @@ from torch.nested._internal.nested_tensor import NestedTensor  # torch has no pu
 from rolepool.errors import DataError
 
 Arrays = dict[str, npt.NDArray[Any]]
-Columns = dict[str, Any]  # tensors and arrays
-RowIndex = slice | Tensor  # a slice with step 1, or a 1-d int64 tensor of row numbers
+Columns = dict[str, Any]
+"""Tensors and arrays by key."""
+MetaInfo = dict[str, Any]
+"""What a batch says about itself as a whole."""
+RowIndex = slice | Tensor
+"""A slice with step 1, or a 1-d int64 tensor of row numbers."""
 
 INPUT_IDS = "input_ids"
 NUM_PROMPT_TOKENS = "num_prompt_tokens"
@@ -95,7 +99,7 @@ def lengths_of(column: Tensor) -> Tensor:
     return ragged_parts(column)[1].diff()
 
 
-def num_bytes(column: Any) -> int:
+def num_bytes(column: Tensor | npt.NDArray[Any]) -> int:
     """The bytes of a column's values: a ragged or dense tensor, or an array."""
     if is_ragged(column):
         column = flat_values(column)
@@ -216,7 +220,7 @@ def take_rows(columns: Columns, rows: RowIndex) -> Columns:
     row numbers."""
     taken: Columns = {}
     # By the id of the offsets, because columns that share them must share the new ones.
-    places: dict[int, Any] = {}
+    places: dict[int, tuple[RowIndex, Tensor, Tensor]] = {}
     for key, column in columns.items():
         if is_ragged(column):
             values, offsets = ragged_parts(column)
@@ -265,7 +269,7 @@ def join_rows(parts: Sequence[Columns]) -> Columns:
 # --- equality and union -------------------------------------------------------------------------------------------
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     if isinstance(value, Tensor):
         kind = "ragged " if value.is_nested else ""
         dtype = str(value.dtype).removeprefix("torch.")
@@ -345,10 +349,10 @@ def union_numpy_dict(tensor_dict1: Arrays, tensor_dict2: Arrays) -> Arrays:
     return tensor_dict1
 
 
-def merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge_meta_info(parts: Sequence[MetaInfo]) -> MetaInfo:
     """The meta_info of joined batches. Entries must be equal, except `metrics`: these become one
     dict of lists."""
-    merged: dict[str, Any] = {}
+    merged: MetaInfo = {}
     metrics: dict[str, list[Any]] = {}
     for part in parts:
         others = {key: value for key, value in part.items() if key != "metrics"}

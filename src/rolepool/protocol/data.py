@@ -42,6 +42,7 @@ from rolepool.protocol.columns import (
     TOKENS,
     Arrays,
     Columns,
+    MetaInfo,
     flat_values,
     is_ragged,
     pad_ragged,
@@ -52,6 +53,7 @@ AUTO_PADDING_KEY = "_rolepool_auto_padding"
 TENSORDICT_KEY = "_rolepool_tensordict"
 
 Keys = str | Sequence[str] | None
+Device = torch.device | str | int | None
 
 
 @dataclass(eq=False)
@@ -64,7 +66,7 @@ class DataProtoItem:
     meta_info: dict[str, Any] = field(default_factory=dict)
     ragged_keys: frozenset[str] = frozenset()  # `collate_fn` makes these ragged again
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return _restore, (
             type(self),
             encode((self.batch, self.non_tensor_batch, self.meta_info, self.ragged_keys)),
@@ -101,7 +103,7 @@ class DataProto:
         cls,
         tensors: Mapping[str, torch.Tensor] | None = None,
         non_tensors: Mapping[str, Any] | None = None,
-        meta_info: dict[str, Any] | None = None,
+        meta_info: MetaInfo | None = None,
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
@@ -143,8 +145,8 @@ class DataProto:
         cls,
         columns: Mapping[str, Any],
         batch_size: Sequence[int] | None,
-        meta_info: dict[str, Any],
-        device: Any = None,
+        meta_info: MetaInfo,
+        device: Device = None,
     ) -> DataProto:
         """A batch of tensors and arrays. If `batch_size` is None, it has no tensors."""
         tensors: dict[str, torch.Tensor] = {}
@@ -162,7 +164,7 @@ class DataProto:
     def from_single_dict(
         cls,
         data: Mapping[str, Any],
-        meta_info: dict[str, Any] | None = None,
+        meta_info: MetaInfo | None = None,
         auto_padding: bool = False,
     ) -> DataProto:
         """A batch of one dict of tensors and numpy arrays."""
@@ -184,7 +186,7 @@ class DataProto:
     def from_tensordict(
         cls,
         tensor_dict: TensorDictBase | None = None,
-        meta_info: dict[str, Any] | None = None,
+        meta_info: MetaInfo | None = None,
         num_batch_dims: int = 1,
     ) -> DataProto:
         """The batch in a TensorDict. Its NonTensorStacks become non_tensor_batch, and its
@@ -249,9 +251,7 @@ class DataProto:
             raise DataError(f"these keys are both in batch and in non_tensor_batch: {names}")
         return {**tensors, **self.non_tensor_batch}
 
-    def like(
-        self, columns: Columns, num_rows: int, meta_info: dict[str, Any] | None = None
-    ) -> DataProto:
+    def like(self, columns: Columns, num_rows: int, meta_info: MetaInfo | None = None) -> DataProto:
         """A batch with other columns and that many rows. Its type, device and meta_info are those
         of this batch."""
         if meta_info is None:
@@ -472,8 +472,15 @@ class DataProto:
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         options = {**(dataloader_kwargs or {}), "collate_fn": list, "generator": generator}
         row_numbers: Any = range(len(self))  # torch accepts anything that has a length and items
-        loader: DataLoader[Any] = DataLoader(row_numbers, mini_batch_size, **options)
-        return (self.select_idxs(rows) for _ in range(epochs) for rows in loader)
+        loader: DataLoader[list[int]] = DataLoader(row_numbers, mini_batch_size, **options)
+
+        def mini_batches() -> Iterator[DataProto]:
+            for _ in range(epochs):
+                for rows in loader:
+                    yield self.select_idxs(rows)
+
+        # A generator of its own, so that a wrong size is reported by the call.
+        return mini_batches()
 
     # --- keys ---------------------------------------------------------------------------------------------------
 
@@ -587,7 +594,7 @@ class DataProto:
                 columns[key] = pad_ragged(column, response_width)
         return self.like(columns, len(self))
 
-    def to(self, device: Any) -> DataProto:
+    def to(self, device: Device) -> DataProto:
         """Move the tensors to a device. Changes this batch and returns it."""
         if self.batch is not None:
             self.batch = self.batch.to(device)
@@ -603,7 +610,7 @@ class DataProto:
         """The batch that `save_to_disk` wrote."""
         return cls(*load_parts(filepath))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Pickle as plain buffers (see `encoding`). The copy is on the CPU and does not share
         memory."""
         return _restore, (type(self), encode((self.batch, self.non_tensor_batch, self.meta_info)))
@@ -658,7 +665,7 @@ def batch_to_tensordict(value: Any) -> Any:
     return value.to_tensordict()
 
 
-def _check_tensors(tensors: Mapping[str, Any]) -> None:
+def _check_tensors(tensors: Mapping[str, object]) -> None:
     for key, value in tensors.items():
         if not is_ragged(value) and (not isinstance(value, torch.Tensor) or value.is_nested):
             needed = "a dense tensor or a nested one with layout=torch.jagged, untransposed (see also from_tensordict)"

@@ -42,7 +42,13 @@ from tensordict.base import TensorDictBase
 
 from rolepool.errors import DataError, logger
 from rolepool.files import atomic_path
-from rolepool.protocol.columns import is_ragged, ragged_from_parts, ragged_parts
+from rolepool.protocol.columns import (
+    Arrays,
+    MetaInfo,
+    is_ragged,
+    ragged_from_parts,
+    ragged_parts,
+)
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -70,7 +76,7 @@ class Encoded:
         return pickle.loads(self.pickled, buffers=map(make_private, self.buffers))  # noqa: S301  # from our own processes
 
 
-def encode(value: Any) -> Encoded:
+def encode(value: object) -> Encoded:
     """Pickle a value. The bytes of every tensor and numeric array in it, at any depth, become
     buffers.
 
@@ -232,7 +238,7 @@ def _places_of(memory: _SharedMemory) -> Iterator[str]:
 
 
 def save_parts(
-    filepath: str | os.PathLike[str], batch: Any, arrays: dict[str, Any], meta_info: dict[str, Any]
+    filepath: str | os.PathLike[str], batch: Any, arrays: Arrays, meta_info: MetaInfo
 ) -> None:
     """Write the parts of a batch to one safetensors file, completely or not at all.
 
@@ -268,7 +274,9 @@ def save_parts(
         safetensors.torch.save_file(copies, temporary, texts)
 
 
-def load_parts(filepath: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def load_parts(
+    filepath: str | os.PathLike[str],
+) -> tuple[TensorDict | None, Arrays, MetaInfo]:
     """The batch, arrays and meta_info that `save_parts` wrote."""
     try:
         with safetensors.safe_open(filepath, framework="pt") as file:
@@ -290,17 +298,17 @@ def load_parts(filepath: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], d
         columns = {key: stored(f"batch/{key}") for key in names}
         batch = TensorDict(columns, texts["batch_size"])
     arrays = {key: np.asarray(stored(f"arrays/{key}")) for key in array_names}
-    meta_info: dict[str, Any] = {}
+    meta_info: MetaInfo = {}
     for name, value in texts.items():
         if name.startswith("meta_info/"):
             meta_info[name.removeprefix("meta_info/")] = value
     return batch, arrays, meta_info
 
 
-def _as_json(name: str, value: Any) -> str:
+def _as_json(name: str, value: object) -> str:
     """The value as JSON. Numbers and arrays of numpy become those of Python."""
 
-    def plain(inside: Any) -> Any:
+    def plain(inside: object) -> object:
         if isinstance(inside, np.generic | np.ndarray):
             return inside.tolist()
         raise TypeError(f"it contains a {type(inside).__module__}.{type(inside).__qualname__}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +74,7 @@ class Reply(NamedTuple):
 
 
 def encode_result(
-    result: Any,
+    result: object,
 ) -> tuple[Encoded | None, BatchHeader | None, dict[str, Encoded] | None]:
     """The value and the header of the reply for a result, and the large columns, which must be
     stored."""
@@ -178,24 +178,45 @@ def _common_names(replies: Sequence[Reply], keys: Keys) -> list[str]:
 
 
 def pick_rows(batch: DataProto, rows: RowNumbers) -> DataProto:
-    """The rows with these numbers. They are not copied if they are consecutive."""
-    if len(rows) and (np.diff(rows) == 1).all():
-        return batch.slice(int(rows[0]), int(rows[-1]) + 1)
-    return batch.select_idxs(rows)
+    """The rows with these numbers: the batch itself if they are all of its rows. They are not
+    copied if they are consecutive."""
+    is_range = len(rows) > 0 and bool((np.diff(rows) == 1).all())
+    if not is_range:
+        return batch.select_idxs(rows)
+    if len(rows) == len(batch):
+        return batch
+    return batch.slice(int(rows[0]), int(rows[-1]) + 1)
 
 
 # --- futures ------------------------------------------------------------------------------------------------------
 
 
-Pending = Any
-"""A call that was made on the ranks of a group. `rolepool.cluster` makes it, with these attributes:
+class Pending(Protocol):
+    """A call that was made on the ranks of a group. `rolepool.cluster` makes it."""
 
-- `number`, and `what`, the call in words for errors;
-- `replies(timeout_s)` waits for the ranks that return a result. The replies are in rank order. Raises WorkerError;
-- `spans(timeout_s)` waits for all ranks and returns their spans;
-- `has_ended(within_s)` says whether every rank has replied or failed;
-- `fetch(replies)` returns the stored columns of replies.
-"""
+    number: int
+
+    @property
+    def what(self) -> str:
+        """The call in words, for errors."""
+
+    @property
+    def objects(self) -> Sequence[Any]:
+        """References to the replies with a result, to pass them to another call without reading
+        them."""
+
+    def replies(self, timeout_s: float | None) -> list[Reply]:
+        """Wait for the ranks that return a result. The replies are in rank order. Raises
+        WorkerError."""
+
+    def spans(self, timeout_s: float | None) -> list[Span]:
+        """Wait for all ranks and return their spans."""
+
+    def has_ended(self, within_s: float) -> bool:
+        """Whether every rank has replied or failed."""
+
+    def fetch(self, replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
+        """The stored columns of replies."""
 
 
 class CallFuture:

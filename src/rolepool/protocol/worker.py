@@ -97,7 +97,7 @@ class Worker:
     world_size: int
     device: str
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Here and not in `__init__`, which a role of the user may write without calling ours.
         worker = super().__new__(cls)
         context, siblings = _context.get()

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from rolepool.config import Config
 from rolepool.config.model_keys import RewardModelConfig
 from rolepool.data import rewards
-from rolepool.data.prompts import RewardTexts, load_tokenizer, reward_texts
 from rolepool.data.reward_functions import load_reward_function
 from rolepool.data.reward_process import ScoringProcesses, calls_at_once
+from rolepool.data.reward_texts import RewardTexts, reward_texts
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.models.loading import load_reward_model
 from rolepool.models.packing import TokenRows
 from rolepool.models.training import FrozenModel

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rolepool.config import Config
 from rolepool.config.functions import import_environment
 from rolepool.config.model_keys import MultiTurnConfig
-from rolepool.data.prompts import load_tokenizer
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.data.tools import ToolProcess, template_options
 from rolepool.errors import DataError, RolepoolError, logger, one_line
 from rolepool.rollout.conversation_queue import ConversationQueue

@@ -76,9 +76,9 @@ class Completion:
     weights_version: int
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Completion) and all(
-            map(np.array_equal, vars(self).values(), vars(other).values())
-        )
+        if not isinstance(other, Completion):
+            return False
+        return all(map(np.array_equal, vars(self).values(), vars(other).values()))
 
 
 ABILITIES = {
@@ -229,5 +229,9 @@ class StreamedEngine(Engine):
         if not np.isfinite(log_probs).all():
             problem = f"the model's logits are not finite (weights version {self.version})"
             raise RolepoolError(f"{problem}: its weights contain NaN or have diverged")
-        numbers = np.asarray(tokens, dtype=np.int64), np.asarray(log_probs, dtype=np.float32)
-        return Completion(*numbers, "stop" if int(tokens[-1]) in stops else "length", self.version)
+        return Completion(
+            token_ids=np.asarray(tokens, dtype=np.int64),
+            log_probs=np.asarray(log_probs, dtype=np.float32),
+            finish_reason="stop" if int(tokens[-1]) in stops else "length",
+            weights_version=self.version,
+        )

@@ -26,10 +26,10 @@ _UNIFORM_BITS = 48
 number is never 0 or 1."""
 
 
-def sample_seed(run_seed: int, prompt_id: int | str, sample_index: int, *more: int | str) -> int:
-    """Seed of a sample. It depends on run, prompt and sample (and on `more`, such as the step), and
-    not on where the sample is generated."""
-    parts = [_as_plain(part) for part in (run_seed, prompt_id, sample_index, *more)]
+def sample_seed(run_seed: int, prompt_id: int | str, sample_index: int, *others: int | str) -> int:
+    """Seed of a sample. It depends on run, prompt and sample (and on `others`, such as the step),
+    and not on where the sample is generated."""
+    parts = [_as_plain(part) for part in (run_seed, prompt_id, sample_index, *others)]
     return derive_seed("sample", *parts)
 
 

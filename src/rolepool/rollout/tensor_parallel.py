@@ -27,15 +27,23 @@ class Shard:
     head if there are fewer of these heads than ranks."""
 
     def __init__(self, model_config: Any, size: int, rank: int) -> None:
+        num_heads = model_config.num_attention_heads
         num_kv_heads = model_config.num_key_value_heads
-        counts = (model_config.num_attention_heads, num_kv_heads, model_config.intermediate_size)
-        if (problem := why_not_parallel(*counts, size)) is not None:
+        problem = why_not_parallel(num_heads, num_kv_heads, model_config.intermediate_size, size)
+        if problem is not None:
             raise ConfigError(problem)
         self._size = size
         self._rank = rank
-        self._splits = dict.fromkeys(("q_proj", "gate_proj", "up_proj"), (_BY_OUTPUT, size))
-        self._splits |= dict.fromkeys(("k_proj", "v_proj"), (_BY_OUTPUT, min(size, num_kv_heads)))
-        self._splits |= dict.fromkeys(("o_proj", "down_proj"), (_BY_INPUT, size))
+        num_kv_parts = min(size, num_kv_heads)
+        self._splits = {
+            "q_proj": (_BY_OUTPUT, size),
+            "gate_proj": (_BY_OUTPUT, size),
+            "up_proj": (_BY_OUTPUT, size),
+            "k_proj": (_BY_OUTPUT, num_kv_parts),
+            "v_proj": (_BY_OUTPUT, num_kv_parts),
+            "o_proj": (_BY_INPUT, size),
+            "down_proj": (_BY_INPUT, size),
+        }
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a weight, as a view. A bias is zero on all ranks except the first if
@@ -48,15 +56,18 @@ class Shard:
                 return whole
             return torch.zeros_like(whole)
         length = whole.shape[dim] // num_parts
-        return whole.narrow(dim, self._rank * num_parts // self._size * length, length)
+        # Neighbouring ranks have the same part if there are fewer parts than ranks.
+        part = self._rank * num_parts // self._size
+        return whole.narrow(dim, part * length, length)
 
     def whole_shape(self, name: str, part_shape: Size) -> Size:
         """The shape of the whole weight, from the shape of a part."""
         dim, num_parts = self._split_of(name)
-        return Size(
-            length * num_parts if index == dim else length
-            for index, length in enumerate(part_shape)
-        )
+        lengths = list(part_shape)
+        # A bias may have no such axis; then all ranks have its shape.
+        if dim < len(lengths):
+            lengths[dim] *= num_parts
+        return Size(lengths)
 
     def keep_own_part(self, model: nn.Module) -> None:
         """Replace the weights of a whole model with this rank's parts."""
@@ -69,7 +80,8 @@ class Shard:
     def _split_of(self, name: str) -> tuple[int, int]:
         """The axis along which a weight is divided, and the number of parts. A bias has only the
         axis of outputs."""
-        return self._splits.get(name.split(".")[-2], (_BY_OUTPUT, 1))
+        module = name.split(".")[-2]
+        return self._splits.get(module, (_BY_OUTPUT, 1))
 
 
 class TensorParallel(NamedTuple):

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rolepool.config import Config
 from rolepool.config.functions import import_object
 from rolepool.data import tools
-from rolepool.data.prompts import render_chat, tokenize
+from rolepool.data.tokenizer import render_chat, tokenize
 from rolepool.data.tools import Outcome
 from rolepool.errors import DataError, one_line
 from rolepool.rollout.conversation_queue import ConversationQueue

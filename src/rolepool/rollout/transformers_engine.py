@@ -68,12 +68,15 @@ class TransformersEngine(StreamedEngine):
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Complete requests as one batch."""
         device = next(self.model.parameters()).device
-        stop_ids = () if sampling.ignore_eos else sampling.stop_token_ids
+        stop_ids: Sequence[int] = ()
+        if not sampling.ignore_eos:
+            stop_ids = sampling.stop_token_ids
         stops = torch.tensor(stop_ids, dtype=torch.int64, device=device)
-        limits_b = torch.tensor([request.num_new(sampling) for request in requests])
-        limits_b = limits_b.to(device)
-        streams_b = seed_streams([request.seed for request in requests]).to(device)
-        size_bn = (len(requests), int(limits_b.max()))
+        limits = [request.num_new(sampling) for request in requests]
+        limits_b = torch.tensor(limits).to(device)
+        seeds = [request.seed for request in requests]
+        streams_b = seed_streams(seeds).to(device)
+        size_bn = (len(requests), max(limits))
         tokens_bn = torch.zeros(size_bn, dtype=torch.int64, device=device)
         log_probs_bn = torch.zeros(size_bn, device=device)
         num_new_b = torch.zeros_like(limits_b)
@@ -107,13 +110,13 @@ class TransformersEngine(StreamedEngine):
                 inputs = {name: tensor[is_running] for name, tensor in inputs.items()}
                 rows = rows[is_running]
                 is_running = is_running[is_running]
-        responses = zip(
-            tokens_bn.cpu().numpy(), log_probs_bn.cpu().numpy(), num_new_b.tolist(), strict=True
-        )
-        return [
-            self.completion(tokens[:num_new], log_probs[:num_new], stop_ids)
-            for tokens, log_probs, num_new in responses
-        ]
+        all_tokens = tokens_bn.cpu().numpy()
+        all_log_probs = log_probs_bn.cpu().numpy()
+        nums_new = num_new_b.tolist()
+        completions: list[Completion] = []
+        for tokens, log_probs, num_new in zip(all_tokens, all_log_probs, nums_new, strict=True):
+            completions.append(self.completion(tokens[:num_new], log_probs[:num_new], stop_ids))
+        return completions
 
     def _forward(self, inputs: dict[str, Tensor], cache: Any) -> tuple[Tensor, Any]:
         """Logits of the last token of each row, and the cache. A model gets only the arguments that

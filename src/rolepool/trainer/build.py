@@ -20,9 +20,11 @@ from rolepool.config import Config
 from rolepool.config.functions import ENGINES_WITH_A_PROCESS, import_object, policy_losses
 from rolepool.config.model_keys import RewardModelModelConfig
 from rolepool.config.stop_tokens import read_stop_tokens, united
-from rolepool.data.prompts import PromptSet, load_tokenizer, reward_texts
+from rolepool.data.prompts import PromptSet
 from rolepool.data.reward_functions import load_reward_function
+from rolepool.data.reward_texts import reward_texts
 from rolepool.data.rewards import RewardFunction, WeightedRewards
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError
 from rolepool.metrics.spans import RULE_POOL
 from rolepool.models.loading import read_model_config

@@ -8,7 +8,8 @@ import torch
 
 from rolepool.cluster import Cluster
 from rolepool.config import Config, LoadedConfig
-from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
+from rolepool.data.prompts import PromptLoader, PromptSet
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import PlacementError
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.placement import build_plan
