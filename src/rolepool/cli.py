@@ -398,37 +398,46 @@ def predict(parser: Parser, arguments: list[str]) -> int | None:
 
     from rolepool.config.functions import only_reading
     from rolepool.report.placement_runs import overrides_of
-    from rolepool.report.predicted import TABLE_WIDTH, Request, plot_scaling, why_best
+    from rolepool.report.predicted import TABLE_WIDTH, PredictRequest, plot_scaling, why_best
     from rolepool.terminal import Terminal
     from rolepool.trainer.paper import schedule_of
 
     own_words = [word for placement in placements for word in overrides_of(placement)]
     with only_reading(*options.set, *own_words):
-        request, terminal = Request(options, schedule_of), Terminal(width=TABLE_WIDTH)
+        request = PredictRequest(options, schedule_of)
         if options.search:
-            first, (found, problems) = "", request.search()
+            title = ""
+            answer = request.search()
         elif options.scaling is not None:
-            first, (found, problems) = "GPUs", request.scaling(options.scaling)
+            title = "GPUs"
+            answer = request.scaling(options.scaling)
         else:
-            first, (found, problems) = "placement", request.placements(placements)
-    if found:
-        terminal.print(request.as_table(first, found))
-    for label, one in found.items() if not placements else ():
-        terminal.print(f"{label}: {one.name}", soft_wrap=True)
+            title = "placement"
+            answer = request.placements(placements)
+    predictions = answer.predictions
+    terminal = Terminal(width=TABLE_WIDTH)
+    if predictions:
+        terminal.print(request.as_table(title, predictions))
+    if not placements:
+        for label, prediction in predictions.items():
+            terminal.print(f"{label}: {prediction.name}", soft_wrap=True)
     if options.search:
-        terminal.print(why_best(*found.values()), soft_wrap=True)
-    elif found and options.scaling is not None:
+        terminal.print(why_best(*predictions.values()), soft_wrap=True)
+    elif predictions and options.scaling is not None:
         path = Path(options.output or "scaling.png")
         with explained(
             f"{parser.prog} {path}: cannot be written", "give another file with -o", ValueError
         ):
-            plot_scaling(found, path)
+            plot_scaling(predictions, path)
         print_line(path)
-    print_errors(
-        dict.fromkeys(note for one in found.values() for note in one.notes), label="note: "
-    )
-    print_errors(problems)
-    return EXIT_USER_ERROR if problems and not found else None
+    notes: dict[str, None] = {}
+    for prediction in predictions.values():
+        notes.update(dict.fromkeys(prediction.notes))
+    print_errors(notes, label="note: ")
+    print_errors(answer.problems)
+    if answer.problems and not predictions:
+        return EXIT_USER_ERROR
+    return None
 
 
 def plot(parser: Parser, arguments: list[str]) -> None:

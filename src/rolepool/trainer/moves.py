@@ -31,7 +31,8 @@ from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
 from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
 from rolepool.planner.search import search
 from rolepool.reading import read_small
-from rolepool.report.predicted import identity_of, read_recordings, recordings_of, without_placement
+from rolepool.report.predicted import without_placement
+from rolepool.report.recordings import identity_of, read_recordings, recordings_of
 from rolepool.report.run import open_run, read_run
 from rolepool.report.run_state import state_of
 from rolepool.trainer.paper import schedule_of
