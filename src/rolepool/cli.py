@@ -277,8 +277,8 @@ def demo(parser: Parser, arguments: list[str]) -> None:
     from rolepool.data.demo import make_demo
 
     with explained(f"{options.folder}: cannot be written", "name another folder", SafetensorError):
-        made = make_demo(options.folder)
-    print(made.folder)
+        files = make_demo(options.folder)
+    print(files.folder)
 
 
 def recipes(parser: Parser, arguments: list[str]) -> None:
@@ -314,7 +314,8 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
         "--output-dir", metavar="DIR", help="default: `comparison` next to the first run"
     )
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    options, placements = parser.parse_intermixed_args(arguments[:end]), arguments[end + 1 :]
+    placements = arguments[end + 1 :]
+    options = parser.parse_intermixed_args(arguments[:end])
 
     from rolepool.config.functions import only_reading
     from rolepool.report import compare as comparison
@@ -335,15 +336,16 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
         raise ConfigError(
             "compare: needs two runs, or one that moved; give run folders, or --run RECIPE -- PLACEMENTS"
         )
-    print_errors((f"{name}: {note}" for name, run in runs.items() for note in run.notes), label="")
+    for name, run in runs.items():
+        print_errors([f"{name}: {note}" for note in run.notes], label="")
     lines = comparison.compare(runs)
     terminal = Terminal(width=comparison.TABLE_WIDTH)
     sentences = [comparison.headline(runs, lines), *comparison.notes_on(runs)]
     terminal.print(*sentences, "", sep="\n", soft_wrap=True)
     terminal.print(comparison.as_table(lines))
-    output = (
-        Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
-    )
+    output = Path(folders[0]).parent / "comparison"
+    if options.output_dir:
+        output = Path(options.output_dir)
     with explained(f"--output-dir {output}: cannot be written", "name another folder"):
         page = write_comparison(runs, lines, output)
     print_line(page)
@@ -390,8 +392,10 @@ def predict(parser: Parser, arguments: list[str]) -> int | None:
         help="where the plot of --scaling goes; default: scaling.png",
     )
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    options, placements = parser.parse_intermixed_args(arguments[:end]), arguments[end + 1 :]
-    if [bool(placements), options.search, options.scaling is not None].count(True) != 1:
+    placements = arguments[end + 1 :]
+    options = parser.parse_intermixed_args(arguments[:end])
+    questions = [bool(placements), options.search, options.scaling is not None]
+    if questions.count(True) != 1:
         raise ConfigError(
             "predict: give placements after `--`, such as `-- standard split`, or --search, or --scaling"
         )
@@ -402,7 +406,9 @@ def predict(parser: Parser, arguments: list[str]) -> int | None:
     from rolepool.terminal import Terminal
     from rolepool.trainer.paper import schedule_of
 
-    own_words = [word for placement in placements for word in overrides_of(placement)]
+    own_words: list[str] = []
+    for placement in placements:
+        own_words += overrides_of(placement)
     with only_reading(*options.set, *own_words):
         request = PredictRequest(options, schedule_of)
         if options.search:

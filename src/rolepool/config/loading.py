@@ -31,7 +31,8 @@ from rolepool.config.resolving import (
     validate,
     with_followers,
 )
-from rolepool.config.schema import Config, all_keys, all_sections, contradictions
+from rolepool.config.rules import contradictions
+from rolepool.config.schema import Config, all_keys, all_sections
 from rolepool.config.unknown_keys import keys_meant_by, unknown_key
 from rolepool.config.values import fully_escaped, show
 from rolepool.errors import ConfigError, collected

@@ -71,7 +71,7 @@ def _unescaped(value: Any) -> Any:
     if isinstance(value, list):
         return [_unescaped(item) for item in value]
     if isinstance(value, str):
-        return _ESCAPED.sub(lambda found: _half(found[1]), value)
+        return _ESCAPED.sub(lambda escape: _half(escape[1]), value)
     return value
 
 
@@ -79,4 +79,6 @@ def _half(backslashes: str) -> str:
     """What an odd number of backslashes before `${` stands for. An even number means that nothing
     is escaped."""
     is_escaped = len(backslashes) % 2 == 1
-    return backslashes[: len(backslashes) // 2] if is_escaped else backslashes
+    if not is_escaped:
+        return backslashes
+    return backslashes[: len(backslashes) // 2]

@@ -71,7 +71,9 @@ def _with_texts_changed(value: Any, change: Callable[[str], str]) -> Any:
         return {name: _with_texts_changed(item, change) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_with_texts_changed(item, change) for item in value]
-    return change(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return change(value)
+    return value
 
 
 # YAML
