@@ -34,7 +34,7 @@ class TokenizerFiles:
     ids: Mapping[str, int] = field(default_factory=dict)
     """The added tokens, which have names such as "<|im_end|>"."""
     chat_template: str | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, str] = field(default_factory=dict)
     """Names that the chat template may use, such as bos_token."""
 
 
@@ -184,7 +184,7 @@ def _default_template(templates: list[Any]) -> Any:
     return None
 
 
-def _text_of(token: Any) -> str | None:
+def _text_of(token: object) -> str | None:
     """A token is written as a text, or as an object with its text."""
     if isinstance(token, dict):
         token = token.get("content")
