@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Lint, types and all tests that need neither a GPU nor minutes. Arguments go to pytest.
+# Lint, types and all tests that need neither a GPU nor minutes. `quick` runs the core of them, which is for every
+# commit. Other arguments go to pytest.
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/setup.sh"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-if [ $# -gt 0 ]; then
+if [ $# -gt 0 ] && [ "$1" != quick ]; then
     .venv/bin/mypy
     exec .venv/bin/python -m pytest "$@"
 fi
@@ -57,6 +58,31 @@ training_programs() {
 old_cpu() {
     ATEN_CPU_CAPABILITY=default run_tests tests/unit/test_rollout_{native,sampling,schedule}.py -k "not noise"
 }
+
+# The core: algorithms, batches, plans and the step; that placements change no number; each way in which a run goes on
+# after a death; a move; and the demo.
+core_units() {
+    local files=(tests/unit/test_{algorithm_*,data_proto,encoding,estimator,pipeline,schedule,role_table}.py)
+    files+=(tests/unit/test_{parallel_dims,placement,snapshots,import_rules,checkpoint,trained_model}.py)
+    files+=(tests/unit/test_{packed_passes,rollout_native,rollout_schedule,supervisor}.py)
+    run .venv/bin/mypy
+    run_tests "${files[@]}"
+}
+
+core_runs() {
+    run_tests tests/invariant/test_ranks.py tests/invariant/test_placements.py
+    run_tests tests/train/test_recovery.py -k several_deaths
+    run_tests tests/train/test_demo.py::test_a_run_with_validation_data_validates_after_its_last_step
+    run_tests tests/invariant/test_moves.py -k "when_a_run_moves"
+}
+
+if [ "${1:-}" = quick ]; then
+    core_units &
+    core_runs &
+    wait
+    [ ! -e "$logs/failed" ]
+    exit
+fi
 
 # Parts run side by side, because tests that start Ray often wait for it: two while the unit tests run, of which some
 # measure time, and then three.

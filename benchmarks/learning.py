@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 ROLEPOOL, TRL = "rolepool", "trl"
+SMOOTHED = 5
+"""Steps in one point of the training curve."""
 STOP_S = 15
 """How long a run that is told to stop may take."""
 
@@ -189,28 +191,34 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
+def _smooth(rewards: Sequence[float]) -> tuple[list[int], list[float]]:
+    """The steps, and the mean of each step's reward and those before it."""
+    steps = list(range(SMOOTHED, len(rewards) + 1))
+    return steps, [_mean(rewards[step - SMOOTHED : step]) for step in steps]
+
+
 def draw(curves: Sequence[Curve], file: Path) -> None:
-    """Validation and training reward by step, one line for each run, one color for each variant."""
+    """Validation and training reward by step, one line for each run, one color for each kind."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
-    names = list(dict.fromkeys(curve.name for curve in curves))
-    seen = set[str]()
+    labels = list(dict.fromkeys(f"{curve.name}, {curve.side}" for curve in curves))
+    is_first = dict.fromkeys(labels, True)
     for curve in curves:
         label = f"{curve.name}, {curve.side}"
         style: dict[str, Any] = {
-            "color": f"C{names.index(curve.name)}",
+            "color": f"C{labels.index(label)}",
             "linestyle": "--" if curve.side == TRL else "-",
-            "label": None if label in seen else label,
+            "label": label if is_first[label] else None,
         }
-        seen.add(label)
+        is_first[label] = False
         left.plot(list(curve.validations), list(curve.validations.values()), **style)
-        right.plot(range(1, len(curve.rewards) + 1), curve.rewards, **style)
+        right.plot(*_smooth(curve.rewards), **style)
     left.set(title="held-out items, greedy", xlabel="step", ylabel="score")
-    right.set(title="training responses", xlabel="step")
+    right.set(title=f"training responses, mean of {SMOOTHED} steps", xlabel="step")
     left.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(file, dpi=120)

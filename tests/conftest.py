@@ -17,10 +17,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from commands import Outcome
+
+if TYPE_CHECKING:
+    from rolepool.data.demo import Demo
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts and
 # interrupts.
@@ -33,6 +37,20 @@ ROOT = Path(__file__).parent.parent
 def root() -> Path:
     """The checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> "Demo":
+    """The demo's models and prompts, which tests only read."""
+    from rolepool.data.demo import make_demo
+
+    return make_demo(tmp_path_factory.mktemp("demo") / "data")
+
+
+@pytest.fixture(scope="session")
+def model(demo: "Demo") -> Path:
+    """The demo's policy."""
+    return demo.model
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
     )
     options = parser.parse_intermixed_args(arguments)
 
-    from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
+    from rolepool.placement.hardware import detect_gpu_memory, parse_inventory, parse_memory
     from rolepool.planning import Hardware, checked_for_plan, summarise
 
     draft = read_words(options)

@@ -10,7 +10,6 @@ import torch
 
 from rolepool.config import load_config
 from rolepool.config.functions import policy_losses
-from rolepool.data.demo import make_demo
 from rolepool.protocol import DataProto, ragged, unpad
 from rolepool.protocol.columns import flat_values
 from rolepool.roles.actor_critic import Actor, Critic
@@ -44,11 +43,6 @@ CUTS = {
         "critic.model.enable_gradient_checkpointing=true",
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_demo(tmp_path_factory.mktemp("demo") / "data").model
 
 
 def ragged_batch() -> DataProto:

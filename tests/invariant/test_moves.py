@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commands import load_benchmark
-from rolepool.data.demo import make_demo
+from rolepool.data.demo import Demo
 from rolepool.report.run import read_run
 
 TOLERANCE = 1e-9
@@ -21,8 +21,7 @@ FAST = ["split to standard"]
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    demo = make_demo(tmp_path_factory.mktemp("demo") / "data")
+def keys(demo: Demo) -> list[str]:
     keys = [
         *moves.KEYS.split(),
         f"actor_rollout_ref.model.path={demo.model}",
@@ -56,7 +55,6 @@ def differences(keys: Sequence[str], names: Sequence[str], tmp_path: Path) -> li
     ]
 
 
-@pytest.mark.slow  # tests/train/test_rebalance.py has a move in every run of the tests
 @pytest.mark.timeout(300)
 def test_losses_do_not_change_when_a_run_moves(keys: list[str], tmp_path: Path) -> None:
     start = ["placement.strategy=split"]

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import load_config
-from rolepool.data.demo import Demo, make_demo
+from rolepool.data.demo import Demo
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
@@ -104,11 +104,6 @@ class WatchedRollout:
         return self.sampled[-1].union(self.replayed.sampled[len(self.sampled) - 1])
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    return make_demo(tmp_path_factory.mktemp("demo") / "data")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_ray() -> Iterator[None]:
     ray.init(
@@ -185,7 +180,7 @@ def run(
                     },
                 }
             )
-        names = roles.actor.weight_names().get()
+        names = [spec.name for spec in roles.actor.weight_specs().get()]
         course.weights.update(roles.actor.export_weights(*names).get().batch.items())
     return course
 

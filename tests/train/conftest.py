@@ -5,14 +5,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from rolepool.data.demo import Demo, make_demo
-
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    return make_demo(tmp_path_factory.mktemp("demo") / "data")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from transformers import (
 
 from rolepool.config import LoadedConfig, load_config
 from rolepool.config.model_keys import PolicyModelConfig
-from rolepool.data.demo import Demo, make_demo
+from rolepool.data.demo import Demo
 from rolepool.data.prompts import load_tokenizer
 from rolepool.errors import ConfigError, DataError
 from rolepool.placement import Role
@@ -53,11 +53,6 @@ class Course(NamedTuple):
     pool_of: dict[Role, str]
     steps: list[Scored]
     metrics: list[dict[str, float]]
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    return make_demo(tmp_path_factory.mktemp("demo") / "data")
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +123,7 @@ def course(
     trainer.run()
     steps = [Scored(texts_of(batch, tokenizer), scores) for batch, scores in WATCHED]
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Course(dict(trainer.plan.roles), steps, metrics)
+    return Course(dict(trainer.parts.plan.roles), steps, metrics)
 
 
 def test_the_recipe_puts_critic_and_reward_model_on_the_second_pool(course: Course) -> None:

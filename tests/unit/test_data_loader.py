@@ -13,17 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import load_config
 from rolepool.config.model_keys import PolicyModelConfig
-from rolepool.data.demo import LETTERS, make_demo
+from rolepool.data.demo import LETTERS
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer, validation_batches
 from rolepool.errors import ConfigError, DataError
 from rolepool.protocol import DataProto
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return load_tokenizer(
-        PolicyModelConfig(path=str(make_demo(tmp_path_factory.mktemp("demo") / "demo").model))
-    )
+def tokenizer(model: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(PolicyModelConfig(path=str(model)))
 
 
 def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> PromptSet:

@@ -16,14 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import load_config
 from rolepool.config.model_keys import PolicyModelConfig
-from rolepool.data.demo import make_demo
 from rolepool.data.prompts import PromptSet, load_tokenizer, truncate
 from rolepool.errors import ConfigError, DataError, RolepoolError
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_demo(tmp_path_factory.mktemp("demo") / "demo").model
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch
 
 from rolepool.config import load_config
 from rolepool.config.model_keys import PolicyModelConfig
-from rolepool.data.demo import Demo, make_demo
+from rolepool.data.demo import Demo
 from rolepool.data.prompts import load_tokenizer
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.protocol import DataProto
@@ -34,11 +34,6 @@ from rolepool.rollout.tool_loop import added_tokens, parse_hermes
 
 HERE = "actor_rollout_ref.rollout"
 NUM_ROWS = 12
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    return make_demo(tmp_path_factory.mktemp("demo") / "data")
 
 
 @pytest.fixture

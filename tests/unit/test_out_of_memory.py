@@ -17,22 +17,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rolepool.cluster.calls import Share
 from rolepool.config import Config, load_config
 from rolepool.config.model_keys import FsdpConfig, RefFsdpConfig
-from rolepool.data.demo import make_demo
 from rolepool.models.ranks import PartSums
 from rolepool.placement import ParallelDims
 from rolepool.placement.checks import roomier_divisions
 from rolepool.placement.estimate import MOST_TOKENS, MicroBatch
 from rolepool.placement.roles import MicroBatchKeys, Role
 from rolepool.protocol import DataProto, pad_ragged, ragged
-from rolepool.protocol.worker import (
-    Worker,
-    WorkerContext,
+from rolepool.protocol.out_of_memory import (
     explain_out_of_memory,
     free_bytes,
     is_out_of_memory,
-    made_in,
     wanted_bytes,
 )
+from rolepool.protocol.worker import Worker, WorkerContext, made_in
 from rolepool.roles.actor_critic import Actor, Reference
 from rolepool.roles.model_role import MicroBatches, Setup, TrainedRole, offloads
 from rolepool.roles.rollout import Rollout
@@ -217,9 +214,7 @@ def test_another_division_is_offered_where_the_estimate_says_it_takes_less(
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
-    model = make_demo(tmp_path_factory.mktemp("demo") / "data").model
-
+def config(model: Path) -> Callable[..., Config]:
     def load(*overrides: str) -> Config:
         words = [
             f"actor_rollout_ref.model.path={model}",

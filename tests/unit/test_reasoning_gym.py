@@ -10,7 +10,6 @@ import pytest
 
 from rolepool.config import Config, load_config
 from rolepool.data import files
-from rolepool.data.demo import make_demo
 from rolepool.data.prompts import PromptSet, load_tokenizer
 from rolepool.data.reasoning_gym import open_generator, reason_of_repeats
 from rolepool.data.reward_functions import load_reward_function
@@ -21,11 +20,6 @@ pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not inst
 
 KEY = "data.train_files"
 SUMS = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_demo(tmp_path_factory.mktemp("demo") / "data").model
 
 
 def config_of(model: Path, *words: str) -> Config:

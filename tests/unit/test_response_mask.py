@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rolepool.config import load_config
-from rolepool.data.demo import make_demo
 from rolepool.protocol import DataProto, pad_ragged, ragged, unpad
 from rolepool.protocol.batching import pad_rows
 from rolepool.protocol.columns import flat_values
@@ -28,11 +27,6 @@ MASK = torch.tensor(
 )
 ROWS, WIDTH = MASK.shape
 PER_TOKEN = ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_demo(tmp_path_factory.mktemp("demo") / "data").model
 
 
 def batch_with(mask: Tensor | None, garbage: float = 0.0) -> DataProto:

@@ -9,16 +9,10 @@ from typing import Any
 import pytest
 
 from rolepool.config import load_config
-from rolepool.data.demo import make_demo
 from rolepool.data.files import find_problems
 from rolepool.data.prompts import PromptSet, load_tokenizer
 from rolepool.data.reward_needs import likely_answer
 from rolepool.errors import DataError
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_demo(tmp_path_factory.mktemp("demo") / "demo").model
 
 
 def data_keys(folder: Path, rows: list[dict[str, Any]], *more: str) -> list[str]:

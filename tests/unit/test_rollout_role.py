@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rolepool.config import load_config
-from rolepool.data.demo import Demo, make_demo
+from rolepool.data.demo import Demo
 from rolepool.errors import DataError, RolepoolError
 from rolepool.placement.estimate import cache_room
 from rolepool.protocol import DataProto
@@ -25,11 +25,6 @@ from rolepool.rollout.transformers_engine import TransformersEngine
 
 NORM = "model.norm.weight"
 GIB = 2**30
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    return make_demo(tmp_path_factory.mktemp("demo") / "data")
 
 
 @pytest.fixture

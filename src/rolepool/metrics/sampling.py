@@ -4,7 +4,7 @@ and psutil."""
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
 from typing import Any, NamedTuple, NotRequired
@@ -93,10 +93,7 @@ class NodeMonitor:
                 process = psutil.Process(member.pid)
                 process.cpu_percent()  # the next call measures from here
                 processes[member] = process
-        indices = sorted({member.gpu for member in watched if member.gpu is not None})
-        if indices:
-            pynvml.nvmlInit()
-        self._gpus = {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
+        self._gpus = _handles({member.gpu for member in watched if member.gpu is not None})
         self._roles = roles
         self._processes = processes
 
@@ -114,18 +111,19 @@ class NodeMonitor:
     def _sample_gpus(self) -> list[dict[str, object]]:
         gpus: list[dict[str, object]] = []
         for index, handle in self._gpus.items():
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             pools = {member.pool for member in self._processes if member.gpu == index}
-            gpus.append(
-                {
-                    "index": index,
-                    "utilization": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-                    "memory_bytes": int(memory.used),
-                    "memory_total_bytes": int(memory.total),
-                    "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-                    "pools": sorted(pools),
-                }
-            )
+            with suppress(pynvml.NVMLError):  # the GPU has failed, or cannot tell one of these
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+                gpus.append(
+                    {
+                        "index": index,
+                        "utilization": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+                        "memory_bytes": int(memory.used),
+                        "memory_total_bytes": int(memory.total),
+                        "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+                        "pools": sorted(pools),
+                    }
+                )
         return gpus
 
     def _sample_processes(self) -> list[dict[str, object]]:
@@ -143,6 +141,23 @@ class NodeMonitor:
                     }
                 )
         return processes
+
+
+def _handles(indices: Collection[int]) -> dict[int, Any]:
+    """NVML's handles of the GPUs with these indices.
+
+    A GPU that NVML does not know is left out, because Ray can be told to count more GPUs than the
+    node has, and a container may hide some of them from NVML.
+    """
+    handles: dict[int, Any] = {}
+    if not indices:
+        return handles
+    with suppress(pynvml.NVMLError):  # no driver
+        pynvml.nvmlInit()
+        for index in sorted(indices):
+            with suppress(pynvml.NVMLError):
+                handles[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
+    return handles
 
 
 def pool_use(sample: Mapping[str, Any]) -> dict[str, tuple[float, float]]:

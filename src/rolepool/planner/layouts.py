@@ -12,16 +12,10 @@ import numpy as np
 
 from rolepool.config import Config
 from rolepool.errors import RolepoolError
+from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.parallel import dims_of
-from rolepool.placement.plan import (
-    Plan,
-    ResourcePool,
-    ResourcePoolManager,
-    Slot,
-    build_plan,
-    place,
-)
+from rolepool.placement.plan import Plan, ResourcePool, ResourcePoolManager, Slot, place
 from rolepool.placement.roles import Role, needed_roles
 from rolepool.planner.predict import TENSOR_PARALLEL
 

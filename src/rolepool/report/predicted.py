@@ -17,7 +17,8 @@ from rolepool.config.fitting import num_cores
 from rolepool.config.loading import PlainValues
 from rolepool.errors import RolepoolError, collected, explained
 from rolepool.files import atomic_path
-from rolepool.placement.plan import build_plan, detect_gpu_memory, parse_inventory, parse_memory
+from rolepool.placement import build_plan
+from rolepool.placement.hardware import detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.planner.layouts import places
 from rolepool.planner.predict import Prediction, Predictor, ScheduleOf
 from rolepool.planner.profile import Profile, Recording

@@ -12,7 +12,7 @@ from rolepool.config.saved import saved_config
 from rolepool.errors import ConfigError, first_few
 from rolepool.metrics.sharding_times import SHARDING_FILE, ShardingTimes
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span
-from rolepool.placement.plan import Plan, build_plan
+from rolepool.placement import Plan, build_plan
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
 from rolepool.planner.profile import SYNC, Recording
 from rolepool.report.console_logs import read_logs

@@ -44,7 +44,7 @@ from rolepool.protocol.columns import (
     is_ragged,
     lengths_of,
 )
-from rolepool.protocol.worker import part, work_of
+from rolepool.protocol.part_times import part, work_of
 
 Compute = Callable[[TokenRows], Mapping[str, Tensor]]
 """Computes columns from the tokens of a micro-batch."""
@@ -64,6 +64,9 @@ class Setup:
     reward: Callable[..., Any] | None = None
     """The reward function that a Python program has given; None uses the one that the config
     names."""
+    reads_weights: bool = True
+    """Whether roles that are trained read their weights from the files of the model. If not, a
+    saved state is loaded before their first call."""
 
 
 @dataclass
