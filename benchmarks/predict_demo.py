@@ -25,7 +25,7 @@ from pathlib import Path
 from rolepool.config.fitting import num_cores
 from rolepool.planner.predict import Predictor
 from rolepool.planner.profile import Profile, Recording
-from rolepool.report.predicted import read_recordings
+from rolepool.report.recordings import read_recordings
 from rolepool.trainer.paper import schedule_of
 
 ROOT = Path(__file__).parent.parent

@@ -40,7 +40,7 @@ from rolepool.placement import build_plan
 from rolepool.placement.hardware import detect_gpu_memory
 from rolepool.planner.predict import Predictor
 from rolepool.planner.profile import Profile
-from rolepool.report.predicted import read_recordings
+from rolepool.report.recordings import read_recordings
 from rolepool.report.run import read_run
 from rolepool.trainer.loop import Trainer
 from rolepool.trainer.paper import schedule_of

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from rolepool.metrics.timeline import Bar
 from rolepool.report import plots
-from rolepool.report.compare import measured_steps, read_runs, typical_steps
+from rolepool.report.compare import measured_steps, read_runs
+from rolepool.report.comparison_page import typical_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -277,8 +277,8 @@ def demo(parser: Parser, arguments: list[str]) -> None:
     from rolepool.data.demo import make_demo
 
     with explained(f"{options.folder}: cannot be written", "name another folder", SafetensorError):
-        made = make_demo(options.folder)
-    print(made.folder)
+        files = make_demo(options.folder)
+    print(files.folder)
 
 
 def recipes(parser: Parser, arguments: list[str]) -> None:
@@ -314,7 +314,8 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
         "--output-dir", metavar="DIR", help="default: `comparison` next to the first run"
     )
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    options, placements = parser.parse_intermixed_args(arguments[:end]), arguments[end + 1 :]
+    placements = arguments[end + 1 :]
+    options = parser.parse_intermixed_args(arguments[:end])
 
     from rolepool.config.functions import only_reading
     from rolepool.report import compare as comparison
@@ -335,15 +336,16 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
         raise ConfigError(
             "compare: needs two runs, or one that moved; give run folders, or --run RECIPE -- PLACEMENTS"
         )
-    print_errors((f"{name}: {note}" for name, run in runs.items() for note in run.notes), label="")
+    for name, run in runs.items():
+        print_errors([f"{name}: {note}" for note in run.notes], label="")
     lines = comparison.compare(runs)
     terminal = Terminal(width=comparison.TABLE_WIDTH)
     sentences = [comparison.headline(runs, lines), *comparison.notes_on(runs)]
     terminal.print(*sentences, "", sep="\n", soft_wrap=True)
     terminal.print(comparison.as_table(lines))
-    output = (
-        Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
-    )
+    output = Path(folders[0]).parent / "comparison"
+    if options.output_dir:
+        output = Path(options.output_dir)
     with explained(f"--output-dir {output}: cannot be written", "name another folder"):
         page = write_comparison(runs, lines, output)
     print_line(page)
@@ -390,45 +392,58 @@ def predict(parser: Parser, arguments: list[str]) -> int | None:
         help="where the plot of --scaling goes; default: scaling.png",
     )
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    options, placements = parser.parse_intermixed_args(arguments[:end]), arguments[end + 1 :]
-    if [bool(placements), options.search, options.scaling is not None].count(True) != 1:
+    placements = arguments[end + 1 :]
+    options = parser.parse_intermixed_args(arguments[:end])
+    questions = [bool(placements), options.search, options.scaling is not None]
+    if questions.count(True) != 1:
         raise ConfigError(
             "predict: give placements after `--`, such as `-- standard split`, or --search, or --scaling"
         )
 
     from rolepool.config.functions import only_reading
     from rolepool.report.placement_runs import overrides_of
-    from rolepool.report.predicted import TABLE_WIDTH, Request, plot_scaling, why_best
+    from rolepool.report.predicted import TABLE_WIDTH, PredictRequest, plot_scaling, why_best
     from rolepool.terminal import Terminal
     from rolepool.trainer.paper import schedule_of
 
-    own_words = [word for placement in placements for word in overrides_of(placement)]
+    own_words: list[str] = []
+    for placement in placements:
+        own_words += overrides_of(placement)
     with only_reading(*options.set, *own_words):
-        request, terminal = Request(options, schedule_of), Terminal(width=TABLE_WIDTH)
+        request = PredictRequest(options, schedule_of)
         if options.search:
-            first, (found, problems) = "", request.search()
+            title = ""
+            answer = request.search()
         elif options.scaling is not None:
-            first, (found, problems) = "GPUs", request.scaling(options.scaling)
+            title = "GPUs"
+            answer = request.scaling(options.scaling)
         else:
-            first, (found, problems) = "placement", request.placements(placements)
-    if found:
-        terminal.print(request.as_table(first, found))
-    for label, one in found.items() if not placements else ():
-        terminal.print(f"{label}: {one.name}", soft_wrap=True)
+            title = "placement"
+            answer = request.placements(placements)
+    predictions = answer.predictions
+    terminal = Terminal(width=TABLE_WIDTH)
+    if predictions:
+        terminal.print(request.as_table(title, predictions))
+    if not placements:
+        for label, prediction in predictions.items():
+            terminal.print(f"{label}: {prediction.name}", soft_wrap=True)
     if options.search:
-        terminal.print(why_best(*found.values()), soft_wrap=True)
-    elif found and options.scaling is not None:
+        terminal.print(why_best(*predictions.values()), soft_wrap=True)
+    elif predictions and options.scaling is not None:
         path = Path(options.output or "scaling.png")
         with explained(
             f"{parser.prog} {path}: cannot be written", "give another file with -o", ValueError
         ):
-            plot_scaling(found, path)
+            plot_scaling(predictions, path)
         print_line(path)
-    print_errors(
-        dict.fromkeys(note for one in found.values() for note in one.notes), label="note: "
-    )
-    print_errors(problems)
-    return EXIT_USER_ERROR if problems and not found else None
+    notes: dict[str, None] = {}
+    for prediction in predictions.values():
+        notes.update(dict.fromkeys(prediction.notes))
+    print_errors(notes, label="note: ")
+    print_errors(answer.problems)
+    if answer.problems and not predictions:
+        return EXIT_USER_ERROR
+    return None
 
 
 def plot(parser: Parser, arguments: list[str]) -> None:

@@ -24,7 +24,10 @@ from rolepool.errors import (
 if TYPE_CHECKING:
     from rolepool.config import Draft, LoadedConfig
 
-EXIT_SUCCESS, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 2, 130, 143
+EXIT_SUCCESS = 0
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 EXIT_RAY_DIED = 75
 """The exit code of a driver whose Ray has died. `rolepool train` starts such a driver again."""
 
@@ -41,8 +44,10 @@ def run_program(
     counts as success."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be UTF-8
         sys.stdout.reconfigure(errors="surrogateescape")
+    if argv is None:
+        argv = sys.argv[1:]
     try:
-        code = program(list(sys.argv[1:] if argv is None else argv))
+        code = program(list(argv))
         if sys.stdout is not None:  # None if the shell closed it
             sys.stdout.flush()
         return code or EXIT_SUCCESS
@@ -51,14 +56,21 @@ def run_program(
     except SystemExit as ended:  # argparse printed the help, or Ray was stopped while it started
         return EXIT_TERMINATED if ended.code == signal.SIGTERM else EXIT_SUCCESS
     except KeyboardInterrupt as interrupt:
-        print_errors([": ".join(["interrupted", *map(str, interrupt.args)])], label="")
+        words = ["interrupted", *map(str, interrupt.args)]
+        print_errors([": ".join(words)], label="")
         return EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
     except BrokenPipeError:
         silence_stdout()
         return EXIT_SUCCESS
-    except (RolepoolError, OSError) as error:
-        print_errors(error.problems if isinstance(error, RolepoolError) else [one_line(error)])
-        return EXIT_RAY_DIED if isinstance(error, RayDiedError) else EXIT_USER_ERROR
+    except RayDiedError as error:
+        print_errors(error.problems)
+        return EXIT_RAY_DIED
+    except RolepoolError as error:
+        print_errors(error.problems)
+        return EXIT_USER_ERROR
+    except OSError as error:
+        print_errors([one_line(error)])
+        return EXIT_USER_ERROR
 
 
 def silence_stdout() -> None:
@@ -70,7 +82,9 @@ def silence_stdout() -> None:
 def print_line(text: object) -> None:
     """Print a line with a file name or an answer in it: exactly for another program, and without
     control characters on a terminal."""
-    print(printable(str(text)) if sys.stdout.isatty() else text, flush=True)
+    if sys.stdout.isatty():
+        text = printable(str(text))
+    print(text, flush=True)
 
 
 def print_errors(problems: Iterable[str], label: str = "error: ") -> None:
@@ -112,7 +126,9 @@ class Parser(argparse.ArgumentParser):
         problems: list[str] = []
         unrecognized: list[str] = []
         for name in names:
-            hint = what_to_write(name, args) if self._takes_overrides else None
+            hint = None
+            if self._takes_overrides:
+                hint = what_to_write(name, args)
             if hint is None:
                 unrecognized.append(shown(name))
             else:
@@ -140,18 +156,32 @@ def what_to_write(word: str, arguments: Sequence[str]) -> str | None:
     from rolepool.config.schema import all_keys
 
     name, equals, value = word.lstrip("-").partition("=")
-    hint = Hint(name, "") if name in all_keys() else hint_for_option(name)
-    if hint is None or not word.startswith("--"):
+    if not word.startswith("--"):
+        return None
+    hint: Hint | None = Hint(name, "")
+    if name not in all_keys():
+        hint = hint_for_option(name)
+    if hint is None:
         return None
     if hint.remark:  # the value may have another meaning
         return f"is not an option; write {hint.key}=...{hint.remark}"
-    if not equals:  # the value is the next word, unless that is another option or an override
-        after = list(arguments)[list(arguments).index(word) + 1 :]
-        value = after[0] if after and not after[0].startswith("-") and "=" not in after[0] else ""
+    if not equals:
+        value = _value_after(word, list(arguments))
     is_switch = all_keys()[hint.key].type_text == "true or false"
     if not value or (is_switch and value not in ("true", "false")):
         value = "true" if is_switch else "..."
     return f"is not an option; write {hint.key}={value}"
+
+
+def _value_after(word: str, arguments: list[str]) -> str:
+    """The word that follows an option; "" if that is another option or an override."""
+    place = arguments.index(word) + 1
+    if place == len(arguments):
+        return ""
+    following = arguments[place]
+    if following.startswith("-") or "=" in following:
+        return ""
+    return following
 
 
 def is_input(word: str) -> bool:
@@ -173,7 +203,13 @@ def read_words(options: argparse.Namespace, words: Sequence[str] | None = None) 
     from rolepool.config import read_config
     from rolepool.config.sources import named_file
 
-    words = options.words if words is None else words
-    files = [word for word in words if "=" not in word and not word.startswith("~")]
-    named = named_file(options.config_path, options.config_name)
-    return read_config([*named, *files], [word for word in words if word not in files])
+    if words is None:
+        words = options.words
+    files = named_file(options.config_path, options.config_name)
+    overrides = []
+    for word in words:
+        if "=" in word or word.startswith("~"):
+            overrides.append(word)
+        else:
+            files.append(word)
+    return read_config(files, overrides)

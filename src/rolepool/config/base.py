@@ -45,7 +45,7 @@ class Section(BaseModel):
         """The value, or the section, at a dotted path below this section."""
         return attrgetter(path)(self)
 
-    def with_value(self, path: str, value: Any) -> Self:
+    def with_value(self, path: str, value: object) -> Self:
         """A copy in which the key at this dotted path, below this section, has another value."""
         first, _, rest = path.partition(".")
         return self.model_copy(
@@ -102,7 +102,7 @@ def read_table(file: Path, form: type[Item]) -> Item:
     return TypeAdapter(form).validate_python(yaml.load(file.read_text(encoding="utf-8"), loader))
 
 
-def _as_tuple(value: Any) -> Any:
+def _as_tuple(value: object) -> object:
     items = () if value is None else value
     return (items,) if isinstance(items, str) else items
 

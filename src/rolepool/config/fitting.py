@@ -9,11 +9,13 @@ from collections.abc import Container
 from contextlib import suppress
 
 from rolepool.config.model_files import num_positions, read_model_file
-from rolepool.config.schema import Config, divisor_near
+from rolepool.config.rules import divisor_near
+from rolepool.config.schema import Config
 
 MAX_CPU_SLOTS = 8
 """Most CPU processes that are used if the user does not set a number."""
-PROMPT_KEY, RESPONSE_KEY = "data.max_prompt_length", "data.max_response_length"
+PROMPT_KEY = "data.max_prompt_length"
+RESPONSE_KEY = "data.max_response_length"
 MODEL_KEYS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.override_config")
 MINI_BATCH_KEY = "actor_rollout_ref.actor.ppo_mini_batch_size"
 FITTED_TO = {
@@ -33,34 +35,41 @@ def gpu_memories() -> list[int]:
 
     try:
         pynvml.nvmlInit()
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
-        ]
-        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles]
+        memories = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memories.append(int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
+        return memories
     except pynvml.NVMLError:
         return []
 
 
 def num_gpus() -> int:
     """Number of GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
-    count, visible = len(gpu_memories()), os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (
-        count
-        if visible is None
-        else min(count, sum(name.strip() not in HIDDEN for name in visible.split(",")))
-    )
+    count = len(gpu_memories())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return count
+    num_visible = sum(name.strip() not in HIDDEN for name in visible.split(","))
+    return min(count, num_visible)
 
 
 def num_cores() -> int:
     """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def num_slots(device: str) -> int:
     """The default of trainer.n_gpus_per_node. On CPUs it is a power of two, because most batch
     sizes are divisible by one."""
-    gpus = 0 if device == "cpu" else num_gpus()
-    return gpus or 2 ** (min(num_cores(), MAX_CPU_SLOTS).bit_length() - 1)
+    if device != "cpu":
+        num_devices = num_gpus()
+        if num_devices:
+            return num_devices
+    num_processes = min(num_cores(), MAX_CPU_SLOTS)
+    return int(2 ** (num_processes.bit_length() - 1))
 
 
 def fitted_defaults(config: Config, set_keys: Container[str]) -> dict[str, int]:
@@ -77,16 +86,15 @@ def fitted_defaults(config: Config, set_keys: Container[str]) -> dict[str, int]:
 def _fitted_lengths(config: Config, set_keys: Container[str]) -> dict[str, int]:
     """The policy must have positions for both lengths. If neither is set, the prompt gets at most
     half of the positions."""
-    model, prompt, response = (
-        config.actor_rollout_ref.model,
-        config.at(PROMPT_KEY),
-        config.at(RESPONSE_KEY),
-    )
-    with suppress(
-        ValueError, TypeError, AttributeError
-    ):  # not on disk, or it does not say how many positions it has
+    model = config.actor_rollout_ref.model
+    prompt: int = config.at(PROMPT_KEY)
+    response: int = config.at(RESPONSE_KEY)
+    # The model may not be on disk, or not say how many positions it has.
+    with suppress(ValueError, TypeError, AttributeError):
         positions = num_positions(read_model_file(model.path, model.override_config))
-        room = positions - response if RESPONSE_KEY in set_keys else positions // 2
+        room = positions // 2
+        if RESPONSE_KEY in set_keys:
+            room = positions - response
         if PROMPT_KEY not in set_keys and room > 0:
             prompt = min(prompt, room)
         if positions > prompt:

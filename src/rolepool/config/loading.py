@@ -8,7 +8,6 @@ Owns the order in which sources are read, what a later one replaces, and when th
 import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -31,7 +30,8 @@ from rolepool.config.resolving import (
     validate,
     with_followers,
 )
-from rolepool.config.schema import Config, all_keys, all_sections, contradictions
+from rolepool.config.rules import contradictions
+from rolepool.config.schema import Config, all_keys, all_sections
 from rolepool.config.unknown_keys import keys_meant_by, unknown_key
 from rolepool.config.values import fully_escaped, show
 from rolepool.errors import ConfigError, collected
@@ -51,10 +51,10 @@ class PlainValues:
     such an extension has are kept.
     """
 
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
 
-ConfigSource = str | Mapping[str, Any] | PlainValues
+ConfigSource = str | Mapping[str, object] | PlainValues
 """A file or the name of a recipe, keys with values, or keys with values that are taken as they
 are."""
 
@@ -105,7 +105,7 @@ def _own_extensions(overrides: Iterable[str]) -> list[str]:
     return [text for text in overrides if text.lstrip("+").startswith(start)][-1:]
 
 
-def _extensions_in(tree: Tree) -> Any:
+def _extensions_in(tree: Tree) -> object:
     """What a tree has as `trainer.extensions`. One name may be written without a list."""
     names = dict(flatten(tree)).get(EXTENSIONS_KEY) or ()
     return [names] if isinstance(names, str) else names
@@ -118,9 +118,9 @@ class _Reading:
     def __init__(self, sources_import: bool) -> None:
         self._sources_import = sources_import
         """Whether extensions that a file or override names are imported when it is read."""
-        self._leaves: dict[str, Any] = {}
+        self._leaves: dict[str, object] = {}
         """The values that the user set, by key."""
-        self._others: dict[str, Any] = {}
+        self._others: dict[str, object] = {}
         """The values of keys that only other trainers have."""
         self._problems: list[str] = []
         self._unknown: set[str] = set()
@@ -143,7 +143,7 @@ class _Reading:
             self._problems.extend(error.problems)
             self._has_unread_file = True
 
-    def add_values(self, values: Mapping[str, Any]) -> None:
+    def add_values(self, values: Mapping[str, object]) -> None:
         """Add what a Python program set."""
         tree: Tree = {}
         for name, value in values.items():
@@ -154,7 +154,7 @@ class _Reading:
                 self._unknown.discard(path)
         self._add(tree, null_is_unset=True)
 
-    def add_plain_values(self, values: Mapping[str, Any]) -> None:
+    def add_plain_values(self, values: Mapping[str, object]) -> None:
         """Add values as they are. If they name an extension that was not imported, names are kept
         that it may have."""
         names = _extensions_in(dict(values))
@@ -163,7 +163,8 @@ class _Reading:
             self._keeps_names = True
         sources_import = self._sources_import
         self._sources_import = False
-        self._add(fully_escaped(dict(values)), null_is_unset=True)
+        tree = {name: fully_escaped(value) for name, value in values.items()}
+        self._add(tree, null_is_unset=True)
         self._sources_import = sources_import
 
     def add_override(self, text: str) -> None:
@@ -177,9 +178,10 @@ class _Reading:
         """Import the modules that `trainer.extensions` names, if it is well-formed. They may add
         keys and names."""
         names = _extensions_in(tree)
-        is_list = isinstance(names, list | tuple)
-        if not is_list or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, list | tuple):
             return  # validation says what is wrong with it
+        if not all(isinstance(name, str) for name in names):
+            return
         for name in names:
             try:
                 import_extensions([name])
@@ -258,7 +260,7 @@ class _Reading:
         return self._lacks_extension and path.startswith(EXTENDABLE)
 
 
-def _unused(config: Config, leaves: Mapping[str, Any]) -> dict[str, str]:
+def _unused(config: Config, leaves: Mapping[str, object]) -> dict[str, str]:
     """Why settings of rolepool's own keys have no effect in this config."""
     reasons: dict[str, str] = {}
     for key, value in leaves.items():

@@ -10,7 +10,7 @@ messages for a folder that is missing or incomplete. The engines themselves are 
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,8 @@ from rolepool.errors import RolepoolError, first_few, one_line
 from rolepool.reading import read_small
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-PACKABLE_TYPES = frozenset(MODEL_TYPES) | {
+PACKABLE_TYPES = {
+    *MODEL_TYPES,
     "cohere",
     "deepseek_v3",
     "gemma",
@@ -30,8 +31,6 @@ PACKABLE_TYPES = frozenset(MODEL_TYPES) | {
     "glm4",
     "gpt2",
     "gpt_neox",
-}
-PACKABLE_TYPES |= {
     "granite",
     "mixtral",
     "olmo2",
@@ -79,7 +78,9 @@ def read_model_file(path: str | None, overrides: Mapping[str, Any] | None = None
         raise ShapeUnknown("no model path is set")
     try:
         folder = model_folder(path)
-        content = None if folder is None else json.loads(read_small(folder / "config.json"))
+        content = None
+        if folder is not None:
+            content = json.loads(read_small(folder / "config.json"))
     except (OSError, ValueError, RuntimeError) as error:
         raise ShapeUnknown(f"config.json of {path} cannot be read ({one_line(error)})") from error
     if folder is None:
@@ -96,11 +97,7 @@ def why_no_model(key: str, path: str | None) -> str | None:
     try:
         folder = Path(path).expanduser()
         if folder.is_dir():
-            has_weights = any([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-            missing = [] if has_weights else ["weights"]
-            missing += [] if (folder / "config.json").is_file() else ["config.json"]
-            fix = "give a folder with a config.json and *.safetensors files"
-            return f"{key}={path}: has no {' and no '.join(missing)}; {fix}" if missing else None
+            return _why_incomplete(key, folder, path)
         is_hub_id = path.count("/") < 2 and not path.startswith(("/", ".", "~"))
         if is_hub_id and not (path.count("/") == 1 and folder.parent.is_dir()):
             return None
@@ -108,12 +105,22 @@ def why_no_model(key: str, path: str | None) -> str | None:
             read_model_file(path)
             return None  # a hub id in the local cache
         return f"{key}={path}: there is no such folder; {_nearest_folder(folder)}"
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # a home folder that does not exist, or a name that cannot be
+    except (OSError, ValueError, RuntimeError) as error:
+        # The path may begin with a home folder that does not exist, or have a name that cannot be.
         return f"{key}={path}: cannot be read ({one_line(error)}); give a folder or a hub id"
+
+
+def _why_incomplete(key: str, folder: Path, path: str) -> str | None:
+    """Why a folder is no model; None if it has everything."""
+    missing = []
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        missing.append("weights")
+    if not (folder / "config.json").is_file():
+        missing.append("config.json")
+    if not missing:
+        return None
+    fix = "give a folder with a config.json and *.safetensors files"
+    return f"{key}={path}: has no {' and no '.join(missing)}; {fix}"
 
 
 def _nearest_folder(missing: Path) -> str:
@@ -122,14 +129,14 @@ def _nearest_folder(missing: Path) -> str:
     parent = next(folder for folder in missing.parents if folder.is_dir())
     name, *below = missing.relative_to(parent).parts
     there = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
-    if close := difflib.get_close_matches(name, there, n=1, cutoff=0.5):
-        found = parent.joinpath(close[0], *below)
-        return f"did you mean {found if found.is_dir() else parent / close[0]}?"
-    return (
-        f"the folders in {parent} are {first_few(there, 5)}"
-        if there
-        else f"{parent} contains no folder"
-    )
+    close = difflib.get_close_matches(name, there, n=1, cutoff=0.5)
+    if close:
+        similar = parent / close[0]
+        whole = similar.joinpath(*below)
+        return f"did you mean {whole if whole.is_dir() else similar}?"
+    if there:
+        return f"the folders in {parent} are {first_few(there, 5)}"
+    return f"{parent} contains no folder"
 
 
 def num_positions(content: Mapping[str, Any]) -> int:
@@ -180,10 +187,12 @@ class ModelShape(BaseModel, frozen=True, strict=True, populate_by_name=True):
     def layer_params(self) -> int:
         """The four projections of attention with their biases, the three of every expert, the
         router and two norms."""
-        biases = (
-            (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.attention_bias else 0
-        )
-        router = self.num_experts if self.num_experts > 1 else 0
+        biases = 0
+        if self.attention_bias:
+            biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        router = 0
+        if self.num_experts > 1:
+            router = self.num_experts
         widths = self.attention_width + 3 * self.intermediate_size * self.num_experts + router + 2
         return self.hidden_size * widths + biases
 
@@ -228,32 +237,36 @@ def why_not_run(engine: str, content: Mapping[str, Any]) -> str | None:
     """Why a rollout engine cannot run the model of a config.json; None if it can, or if the file
     does not say."""
     if engine != "native":
-        is_wrong = content.get("is_encoder_decoder")
-        return f"the {engine} engine cannot run an encoder-decoder model" if is_wrong else None
+        if content.get("is_encoder_decoder"):
+            return f"the {engine} engine cannot run an encoder-decoder model"
+        return None
+    model_type = content.get("model_type") or MODEL_TYPES[0]
+    if model_type not in MODEL_TYPES:
+        return _not_native(f"model_type {model_type}", MODEL_TYPES)
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    for what, value, supported in (
-        ("model_type", content.get("model_type") or MODEL_TYPES[0], MODEL_TYPES),
-        (
-            "rotary embeddings of type",
-            rope.get("rope_type") or rope.get("type") or "default",
-            ROPE_TYPES,
-        ),
-    ):
-        if value not in supported:
-            return f"the native rollout engine cannot run {what} {value}; it runs {', '.join(supported)}"
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        return _not_native(f"rotary embeddings of type {rope_type}", ROPE_TYPES)
     return None
+
+
+def _not_native(what: str, supported: Iterable[str]) -> str:
+    return f"the native rollout engine cannot run {what}; it runs {', '.join(supported)}"
 
 
 def why_not_parallel(num_heads: int, num_kv_heads: int, inner_size: int, size: int) -> str | None:
     """Why a model cannot be split over `size` tensor-parallel ranks, and which sizes work; None if
     it can."""
     most = min(num_heads, MAX_GPUS_PER_NODE)  # the ranks are processes of one node
-    sizes = [
-        ranks for ranks in range(1, most + 1) if num_heads % ranks == 0 and inner_size % ranks == 0
-    ]
-    fits = [ranks for ranks in sizes if num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0]
+    fits = []
+    for ranks in range(1, most + 1):
+        is_divisible = num_heads % ranks == 0 and inner_size % ranks == 0
+        # Ranks share a key-value head if there are fewer heads than ranks.
+        if is_divisible and (num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0):
+            fits.append(ranks)
     if size in fits:
         return None
-    key, use = "actor_rollout_ref.rollout.tensor_model_parallel_size", " or ".join(map(str, fits))
+    key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    use = " or ".join(map(str, fits))
     model = f"{num_heads} heads, {num_kv_heads} key-value heads and {inner_size} inner features of the MLP"
     return f"{key}={size}: cannot split the model's {model} evenly; use {use}"

@@ -403,7 +403,7 @@ class RewardKwargsConfig(Section):
     """Number of response tokens at which the penalty is penalty_factor."""
 
 
-def _known_manager(name: Any) -> Any:
+def _known_manager(name: object) -> object:
     if name not in ("naive", "batch", "prime", "dapo"):
         fix = "to score in another way, write a function and set custom_reward_function.path (docs/rewards.md)"
         raise ValueError(f"must be naive, batch, prime or dapo; {fix}")

@@ -31,7 +31,7 @@ class OtherKey(Section):
     same_as: str | None = None
     """A key of rolepool whose value counts as off, because it says the same."""
 
-    def is_off(self, value: Any, tree: DictConfig) -> bool:
+    def is_off(self, value: object, tree: DictConfig) -> bool:
         """Whether the value asks for nothing that rolepool does not do. `tree` has the values of
         rolepool's own keys."""
         if value in (None, False, "", "???") or value in ([], {}, *self.same):
@@ -73,7 +73,7 @@ def renamed(path: str) -> str:
     return path
 
 
-def in_own_words(path: str, value: Any) -> Any:
+def in_own_words(path: str, value: object) -> object:
     """The value of a key as rolepool writes it."""
     if not isinstance(value, str | int | None):
         return value  # it cannot be looked up

@@ -60,7 +60,7 @@ def _place_in_file(error: yaml.MarkedYAMLError) -> str:
     return f", line {mark.line + 1}, column {mark.column + 1}"
 
 
-def read_value(name: object, value: Any) -> Any:
+def read_value(name: object, value: object) -> Any:
     """A value that a Python program set, as plain data: paths become texts, and tuples become
     lists."""
     what = f"{name}={show(value)}: cannot be stored"
@@ -132,7 +132,7 @@ def _is_section(path: str, value: Tree) -> bool:
     return path in all_sections() or (bool(value) and path not in all_keys())
 
 
-def merged(old: Any, new: Any, path: str = "") -> Any:
+def merged(old: object, new: object, path: str = "") -> object:
     """The new value; mappings are merged, so that a file or override may set one entry of them."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
@@ -142,6 +142,6 @@ def merged(old: Any, new: Any, path: str = "") -> Any:
     return {**old, **entries}
 
 
-def _as_mapping(pool: Any) -> Any:
+def _as_mapping(pool: object) -> object:
     """A pool as a mapping, because it may also be written as a list."""
     return {"per_node": pool} if isinstance(pool, list) else pool

@@ -35,14 +35,14 @@ def _defaults(paths: tuple[str, ...]) -> DictConfig:
     return tree
 
 
-def set_values(tree: DictConfig, values: Mapping[str, Any]) -> None:
+def set_values(tree: DictConfig, values: Mapping[str, object]) -> None:
     """Set these keys of the tree."""
     for path, value in values.items():
         OmegaConf.update(tree, path, value, merge=False, force_add=True)
 
 
 def resolve(
-    leaves: Mapping[str, Any], others: dict[str, Any], problems: list[str]
+    leaves: Mapping[str, object], others: dict[str, object], problems: list[str]
 ) -> tuple[DictConfig, set[str]]:
     """The defaults, replaced by the user's values; and the keys whose `${...}` cannot be resolved.
 
@@ -82,7 +82,7 @@ def _resolved(tree: DictConfig, path: str) -> Any:
 
 
 def validate(
-    tree: DictConfig, broken: set[str], leaves: Mapping[str, Any], *, keeps_names: bool
+    tree: DictConfig, broken: set[str], leaves: Mapping[str, object], *, keeps_names: bool
 ) -> tuple[Config, list[tuple[str, str]]]:
     """Check every key; with `keeps_names`, functions may have any names. Returns the config, and
     the wrong keys that the user set with a line for each problem.

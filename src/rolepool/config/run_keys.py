@@ -92,7 +92,7 @@ class RewardFunctionConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_plain_text(cls, value: Any) -> Any:
+    def _accept_plain_text(cls, value: object) -> object:
         return {"function": value} if isinstance(value, str) else value
 
 
@@ -266,7 +266,7 @@ class PoolConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_a_plain_list(cls, value: Any) -> Any:
+    def _accept_a_plain_list(cls, value: object) -> object:
         if not isinstance(value, list | tuple | dict):
             raise ValueError("must be a list such as [2,2], or {per_node: [2,2], share: 0.5}")
         return value if isinstance(value, dict) else {"per_node": value}
@@ -275,7 +275,7 @@ class PoolConfig(Section):
 PoolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$", max_length=64)]
 
 
-def _without_removed(pools: Any) -> Any:
+def _without_removed(pools: object) -> object:
     """The override `placement.pools.NAME=null` removes a pool that a file defines."""
     return (
         {name: pool for name, pool in pools.items() if pool is not None}

@@ -24,14 +24,13 @@ _ESCAPED = re.compile(r"(\\+)(?=\$\{)")
 
 def saved_values(text: bytes) -> dict[str, Any]:
     """The keys and values in the text of a config.yaml. Raises ValueError if it has none."""
-    content = parse_yaml(text)
+    content = _unescaped(parse_yaml(text))
     if not isinstance(content, dict):
         raise ValueError("must contain keys and values")
-    values: dict[str, Any] = _unescaped(content)
-    return values
+    return content
 
 
-def saved_config(values: Mapping[str, Any], folder: Path) -> LoadedConfig:
+def saved_config(values: Mapping[str, object], folder: Path) -> LoadedConfig:
     """The config of a run, from the values that were read in its folder. Raises ConfigError if they
     are not one.
 
@@ -63,7 +62,7 @@ def load_saved(folder: Path) -> LoadedConfig:
     return saved_config(values, folder)
 
 
-def _unescaped(value: Any) -> Any:
+def _unescaped(value: object) -> object:
     """The opposite of `rolepool.config.values.escaped`. Text that was not escaped stays as it
     is."""
     if isinstance(value, dict):
@@ -71,7 +70,7 @@ def _unescaped(value: Any) -> Any:
     if isinstance(value, list):
         return [_unescaped(item) for item in value]
     if isinstance(value, str):
-        return _ESCAPED.sub(lambda found: _half(found[1]), value)
+        return _ESCAPED.sub(lambda escape: _half(escape[1]), value)
     return value
 
 
@@ -79,4 +78,6 @@ def _half(backslashes: str) -> str:
     """What an odd number of backslashes before `${` stands for. An even number means that nothing
     is escaped."""
     is_escaped = len(backslashes) % 2 == 1
-    return backslashes[: len(backslashes) // 2] if is_escaped else backslashes
+    if not is_escaped:
+        return backslashes
+    return backslashes[: len(backslashes) // 2]

@@ -7,7 +7,7 @@ entries that verl's configs use: `_self_`, `name`, `group: name` and `group@sect
 itself is not used, because its versions need another OmegaConf.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +69,20 @@ def load_file(file: str) -> Any:
     tree = OmegaConf.load(path)
     if not isinstance(tree, DictConfig):
         return OmegaConf.to_container(tree, resolve=False)
-    listed = [
-        str(folder) for folder in OmegaConf.select(tree, "hydra.searchpath", default=[]) or []
-    ]
-    folders = [
-        Path(folder.removeprefix("file://")) for folder in listed if not folder.startswith("pkg://")
-    ]
     composed: Any = OmegaConf.to_container(
-        _compose(tree, path.parent, [path.parent, *folders]), resolve=False
+        _compose(tree, path.parent, [path.parent, *_search_folders(tree)]), resolve=False
     )
     return {name: value for name, value in composed.items() if name != "hydra"}
+
+
+def _search_folders(tree: DictConfig) -> list[Path]:
+    """Where else the files of a `defaults` list may be, except in Python packages."""
+    folders = []
+    for entry in OmegaConf.select(tree, "hydra.searchpath", default=[]) or []:
+        folder = str(entry)
+        if not folder.startswith("pkg://"):
+            folders.append(Path(folder.removeprefix("file://")))
+    return folders
 
 
 def named_file(folder: str | None, name: str | None) -> list[str]:
@@ -86,30 +90,51 @@ def named_file(folder: str | None, name: str | None) -> list[str]:
     load."""
     if name is None:
         return []
-    path = Path(folder or ".", name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
-    return [] if not path.is_file() and path.stem in OWN_NAMES else [str(path)]
+    if not name.endswith((".yaml", ".yml")):
+        name = f"{name}.yaml"
+    path = Path(folder or ".", name)
+    if path.stem in OWN_NAMES and not path.is_file():
+        return []
+    return [str(path)]
 
 
 def _compose(tree: Any, folder: Path, roots: list[Path]) -> Any:
     """A file's content on top of its defaults, or where `_self_` stands in their list."""
     own: Any = OmegaConf.to_container(tree, resolve=False)
     listed = own.pop("defaults", [])
+    if "_self_" not in listed:
+        listed = [*listed, "_self_"]
     parts: list[Any] = []
-    for name, section in _entries(listed if "_self_" in listed else [*listed, "_self_"]):
-        candidates = [root / f"{name}.yaml" for root in [folder, *roots]]
-        path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    for name, section in _entries(listed):
         if name == "_self_":
             parts.append(own)
-        elif path is not None:
+            continue
+        path = _find([folder, *roots], f"{name}.yaml")
+        if path is not None:
             part = _compose(OmegaConf.load(path), path.parent, roots)
-            for step in reversed(section.split(".") if section else []):
-                part = OmegaConf.create({step: part})
-            parts.append(part)
+            parts.append(_in_section(part, section))
         elif name not in OWN_NAMES:
             raise ConfigError(
                 f"defaults: {name}.yaml is not in {folder}; add it, or remove it from the list"
             )
     return OmegaConf.merge(*parts)
+
+
+def _find(folders: Iterable[Path], name: str) -> Path | None:
+    for folder in folders:
+        path = folder / name
+        if path.is_file():
+            return path
+    return None
+
+
+def _in_section(tree: Any, section: str) -> Any:
+    """The content of a file as that of a section; "" if it is not for a section."""
+    if not section:
+        return tree
+    for name in reversed(section.split(".")):
+        tree = OmegaConf.create({name: tree})
+    return tree
 
 
 def _entries(listed: list[Any]) -> Iterator[tuple[str, str]]:
@@ -128,11 +153,11 @@ def _entries(listed: list[Any]) -> Iterator[tuple[str, str]]:
             if name is None or "hydra" in words[-1] or "override" in words[:-1]:
                 continue
             folder, at, section = words[-1].partition("@")
-            section = section if at else folder.replace("/", ".").strip(".")
+            if not at:
+                section = folder.replace("/", ".").strip(".")
+            if section in ("_here_", "_global_"):
+                section = ""
             for group_before, choice in choices.items():
                 name = str(name).replace(f"${{{group_before}}}", choice)
             choices[folder] = str(name)
-            yield (
-                f"{folder}/{str(name).removesuffix('.yaml')}",
-                "" if section in ("_here_", "_global_") else section,
-            )
+            yield f"{folder}/{str(name).removesuffix('.yaml')}", section

@@ -16,9 +16,11 @@ from rolepool.config.schema import Config
 from rolepool.errors import ConfigError
 from rolepool.reading import read_small
 
+KEY = "actor_rollout_ref.rollout.stop_token_ids"
 MARK = "(the response)"
 """The text of a turn whose end is looked for."""
 CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 MAX_SHOWN = 40
 MAX_BYTES = 2**28
 """Files of tokenizers have up to 40 MB."""
@@ -32,7 +34,7 @@ class TokenizerFiles:
     ids: Mapping[str, int] = field(default_factory=dict)
     """The added tokens, which have names such as "<|im_end|>"."""
     chat_template: str | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, str] = field(default_factory=dict)
     """Names that the chat template may use, such as bos_token."""
 
 
@@ -49,28 +51,33 @@ class StopTokens:
     def in_words(self) -> str:
         """The tokens with their names, as far as they are known."""
         names = {number: name for name, number in self.tokenizer.ids.items()}
-        shown = [f"{names[one]} ({one})" if one in names else str(one) for one in self.ids]
-        return ", ".join(shown)
+        words = []
+        for number in self.ids:
+            words.append(f"{names[number]} ({number})" if number in names else str(number))
+        return ", ".join(words)
 
     def warnings(self) -> list[str]:
         """What most likely lets responses run past the end of a turn."""
-        key = "actor_rollout_ref.rollout.stop_token_ids"
         lines = []
         end = self.tokenizer_end
-        if end is not None and not any(end.startswith(name) for name in self._names()):
-            token = next((name for name in self.tokenizer.ids if end.startswith(name)), None)
-            shown = token or repr(end if len(end) <= MAX_SHOWN else f"{end[:MAX_SHOWN]}...")
-            fix = "its responses run past the end of a turn"
-            if token is not None:
-                fix = f"{fix}; set {key}=[{self.tokenizer.ids[token]}]"
-            lines.append(
-                f"the chat template ends a turn with {shown}, which does not end a response: {fix}"
-            )
+        if end is not None and not end.startswith(tuple(self._names())):
+            lines.append(self._warning_about_end(end))
         if self.unused_strings:
             strings = ", ".join(map(repr, self.unused_strings))
             what = f"generation_config.json has stop_strings ({strings}), which are not used"
-            lines.append(f"{what}: engines stop at tokens; set {key} if one of them is a token")
+            lines.append(f"{what}: engines stop at tokens; set {KEY} if one of them is a token")
         return lines
+
+    def _warning_about_end(self, end: str) -> str:
+        """What to do if no stop token ends a turn of the chat template."""
+        fix = "its responses run past the end of a turn"
+        shown = repr(end if len(end) <= MAX_SHOWN else f"{end[:MAX_SHOWN]}...")
+        for name, number in self.tokenizer.ids.items():
+            if end.startswith(name):
+                shown = name or shown
+                fix = f"{fix}; set {KEY}=[{number}]"
+                break
+        return f"the chat template ends a turn with {shown}, which does not end a response: {fix}"
 
     def _names(self) -> list[str]:
         return [name for name, number in self.tokenizer.ids.items() if number in self.ids]
@@ -93,17 +100,13 @@ class StopTokens:
             text = template.render(
                 messages=CHAT, add_generation_prompt=False, **self.tokenizer.more
             )
-        except (
-            TemplateError,
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-        ):  # a template may raise any of them
+        # A template may raise any of them.
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError):
             return None
         _, mark, end = text.rpartition(MARK)
-        end = end.strip()
-        return end if mark and end else None
+        if not mark:
+            return None
+        return end.strip() or None
 
 
 def read_stop_tokens(config: Config) -> StopTokens:
@@ -123,9 +126,12 @@ def read_stop_tokens(config: Config) -> StopTokens:
     generation = _read(model.path, "generation_config.json")
     ids += end_tokens("generation_config.json", generation)
     strings: Any = generation.get("stop_strings") or ()
-    strings = (strings,) if isinstance(strings, str) else tuple(map(str, strings))
+    if isinstance(strings, str):
+        strings = (strings,)
     return StopTokens(
-        united(ids, config.actor_rollout_ref.rollout.stop_token_ids), tokenizer, strings
+        ids=united(ids, config.actor_rollout_ref.rollout.stop_token_ids),
+        tokenizer=tokenizer,
+        unused_strings=tuple(map(str, strings)),
     )
 
 
@@ -135,8 +141,11 @@ def end_tokens(file: str, content: Mapping[str, Any]) -> list[int]:
     written = content.get("eos_token_id")
     if written is None and isinstance(text_config, dict):  # of a model that also reads images
         written = text_config.get("eos_token_id")
-    ids = written if isinstance(written, list) else [] if written is None else [written]
-    if any(type(one) is not int or one < 0 for one in ids):
+    if written is None:
+        return []
+    ids: list[Any] = written if isinstance(written, list) else [written]
+    # `type`, because True is an int.
+    if any(type(number) is not int or number < 0 for number in ids):
         raise ConfigError(
             f"{file}: eos_token_id={written} must be a number of a token, or a list of them; correct it"
         )
@@ -154,22 +163,28 @@ def read_tokenizer_files(path: str | None) -> TokenizerFiles:
     decoder = settings.get("added_tokens_decoder") or {}
     ids = {str(token["content"]): int(token["id"]) for token in added}
     ids |= {str(token["content"]): int(number) for number, token in decoder.items()}
-    names = {
-        name: _text_of(settings.get(name))
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-    }
     template = settings.get("chat_template")
     template = _text(path, "chat_template.jinja") or template
-    if isinstance(template, list):  # several with names
-        template = next(
-            (one.get("template") for one in template if one.get("name") == "default"), None
-        )
+    if isinstance(template, list):
+        template = _default_template(template)
+    texts = {name: _text_of(settings.get(name)) for name in SPECIAL_TOKENS}
     return TokenizerFiles(
-        names["eos_token"], ids, template, {name: text or "" for name, text in names.items()}
+        eos_token=texts["eos_token"],
+        ids=ids,
+        chat_template=template,
+        more={name: text or "" for name, text in texts.items()},
     )
 
 
-def _text_of(token: Any) -> str | None:
+def _default_template(templates: list[Any]) -> Any:
+    """That of several templates which have names."""
+    for template in templates:
+        if template.get("name") == "default":
+            return template.get("template")
+    return None
+
+
+def _text_of(token: object) -> str | None:
     """A token is written as a text, or as an object with its text."""
     if isinstance(token, dict):
         token = token.get("content")
@@ -179,11 +194,11 @@ def _text_of(token: Any) -> str | None:
 def _text(path: str | None, name: str) -> str | None:
     """The text of a file of a model; None if the model is not on this machine or does not have the
     file."""
-    with suppress(
-        OSError, ValueError, RuntimeError
-    ):  # RuntimeError: a home folder that does not exist
+    # RuntimeError: a home folder that does not exist.
+    with suppress(OSError, ValueError, RuntimeError):
         folder = model_folder(path)
-        return None if folder is None else read_small(folder / name, MAX_BYTES).decode()
+        if folder is not None:
+            return read_small(folder / name, MAX_BYTES).decode()
     return None
 
 

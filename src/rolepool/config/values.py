@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import yaml
 
@@ -14,7 +13,7 @@ _MISSING = "???"
 """OmegaConf's mark of a value that is missing."""
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value on one line, as a user would type it."""
     text = _as_typed(value)
     if not text.isprintable():
@@ -24,7 +23,7 @@ def show(value: Any) -> str:
     return text
 
 
-def _as_typed(value: Any) -> str:
+def _as_typed(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -41,13 +40,13 @@ def _as_typed(value: Any) -> str:
 # Text with references in it
 
 
-def escaped(value: Any) -> Any:
+def escaped(value: object) -> object:
     """The value, with texts such as `${x}` written so that they stay text when they are read as a
     config."""
     return _with_texts_changed(value, _with_references_escaped)
 
 
-def fully_escaped(value: Any) -> Any:
+def fully_escaped(value: object) -> object:
     """The same, and texts that look like OmegaConf's mark of a missing value stay text, too."""
     return _with_texts_changed(escaped(value), _with_missing_escaped)
 
@@ -65,19 +64,21 @@ def _with_missing_escaped(text: str) -> str:
     return text
 
 
-def _with_texts_changed(value: Any, change: Callable[[str], str]) -> Any:
+def _with_texts_changed(value: object, change: Callable[[str], str]) -> object:
     """The value with each text in it changed."""
     if isinstance(value, dict):
         return {name: _with_texts_changed(item, change) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_with_texts_changed(item, change) for item in value]
-    return change(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return change(value)
+    return value
 
 
 # YAML
 
 
-def to_yaml(values: Any) -> str:
+def to_yaml(values: object) -> str:
     """Plain data as the text of a config file."""
     return yaml.dump(escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
@@ -86,7 +87,7 @@ class _Dumper(yaml.SafeDumper):
     """Writes YAML that OmegaConf reads as the same values. OmegaConf takes more words for numbers
     than PyYAML does."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 

@@ -22,7 +22,7 @@ from rolepool.config.functions import (
     import_object,
     may_import,
 )
-from rolepool.config.schema import contradictions, divisor_near
+from rolepool.config.rules import contradictions, divisor_near
 from rolepool.config.stop_tokens import read_stop_tokens
 from rolepool.errors import RolepoolError
 from rolepool.placement.estimate import (

@@ -43,7 +43,12 @@ MAX_POINTS = 200
 """Points of a line."""
 MAX_DOTS = 25
 """A line with at most so many points shows each of them as a dot."""
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 230, 50, 16, 10, 34
+WIDTH = 480
+HEIGHT = 230
+LEFT = 50
+RIGHT = 16
+TOP = 10
+BOTTOM = 34
 """The size of a chart, and the space around its lines."""
 NUM_TICKS = 5
 
@@ -77,8 +82,13 @@ def render_comparison(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
     """The page: the headline, the curves of rewards and scores, times, the keys that differ, and
     all measures."""
     means = {name: mean_times(measured_steps(run)) for name, run in runs.items()}
-    operations = in_step_order({name for times in means.values() for name in times} - {"step"})
-    groups = groupby(lines, key=lambda line: line.measure)
+    timed: set[str] = set()
+    for times in means.values():
+        timed.update(times)
+    operations = in_step_order(timed - {"step"})
+    measures = {}
+    for measure, group in groupby(lines, key=lambda line: line.measure):
+        measures[measure] = [(line.run, cells_of(line)) for line in group]
     return TEMPLATES.get_template("comparison.html").render(
         headline=headline(runs, lines),
         loads=list(loads_on(runs)),
@@ -97,9 +107,7 @@ def render_comparison(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
         means=means,
         colors=colors_for(operations),
         differences=differences(runs),
-        measures={
-            measure: [(line.run, cells_of(line)) for line in group] for measure, group in groups
-        },
+        measures=measures,
         duration=duration,
     )
 
@@ -135,15 +143,20 @@ def _summary(runs: Mapping[str, Run], lines: Sequence[Line]) -> dict[str, dict[s
 def typical_steps(runs: Mapping[str, Run]) -> dict[str, tuple[int, float, dict[str, list[Bar]]]]:
     """For each run that has recorded a step: the number of the step with the median duration, its
     seconds, and what the first rank of each pool did in it."""
-    found = {}
+    typical = {}
     for name, run in runs.items():
-        steps = after_warm_up([(step, *bounds) for step, bounds in step_bounds(run.spans).items()])
+        steps = after_warm_up(list(step_bounds(run.spans).items()))
         if steps:
-            number, start_s, end_s = sorted(steps, key=lambda step: step[2] - step[1])[
-                len(steps) // 2
-            ]
-            found[name] = number, end_s - start_s, first_rank_lanes(run.spans, start_s, end_s)
-    return found
+            by_duration = sorted(steps, key=_duration_s)
+            number, (start_s, end_s) = by_duration[len(steps) // 2]
+            lanes = first_rank_lanes(run.spans, start_s, end_s)
+            typical[name] = number, end_s - start_s, lanes
+    return typical
+
+
+def _duration_s(step: tuple[int, tuple[float, float]]) -> float:
+    _, (start_s, end_s) = step
+    return end_s - start_s
 
 
 # Charts
@@ -155,11 +168,11 @@ def charts_of(runs: Mapping[str, Run]) -> Iterator[Chart]:
         values = {name: values_of(run.metrics) for name, run in runs.items()}
         if not any(values.values()):
             continue
-        by_step = {
-            name: [(float(step), value) for step, value in points.items()]
-            for name, points in values.items()
-        }
-        by_time = {name: _by_time(runs[name].metrics, points) for name, points in values.items()}
+        by_step = {}
+        by_time = {}
+        for name, points in values.items():
+            by_step[name] = [(float(step), value) for step, value in points.items()]
+            by_time[name] = _by_time(runs[name].metrics, points)
         yield _chart(f"{title} by step", by_step, _step_ticks)
         if any(points[-1][0] > 0 for points in by_time.values() if points):
             yield _chart(f"{title} by time", by_time, _time_ticks)
@@ -192,9 +205,14 @@ def _chart(
         if points:
             bins = binned(points, MAX_POINTS)
             lines[name] = list(zip(bins["x"], bins["mean"], strict=True))
-    xs = [x for line in lines.values() for x, _ in line]
-    ys = [y for line in lines.values() for _, y in line]
-    first, last = min(xs), max(xs)
+    xs: list[float] = []
+    ys: list[float] = []
+    for line in lines.values():
+        for x, y in line:
+            xs.append(x)
+            ys.append(y)
+    first = min(xs)
+    last = max(xs)
     low, high = _range_of(ys)
 
     def place_x(x: float) -> float:
@@ -207,7 +225,8 @@ def _chart(
     curves = []
     for place, name in enumerate(points_of):
         if name in lines:
-            curves.append(Curve(name, place, [(place_x(x), place_y(y)) for x, y in lines[name]]))
+            path = [(place_x(x), place_y(y)) for x, y in lines[name]]
+            curves.append(Curve(name, place, path))
     x_ticks = [(place_x(at), text) for at, text in ticks_of(first, last)]
     y_ticks = [(place_y(at), f"{at:.4g}") for at in ticks(low, high, NUM_TICKS)]
     return Chart(title, curves, x_ticks, y_ticks)
@@ -216,11 +235,14 @@ def _chart(
 def _range_of(values: Sequence[float]) -> tuple[float, float]:
     """The range of an axis: that of the values, from 0 on if they are not far from it, and never
     empty."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if 0 < low <= high / 2:
         low = 0.0
     margin = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
-    return low if low == 0 else low - margin, high + margin
+    if low != 0:
+        low -= margin
+    return low, high + margin
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
@@ -228,7 +250,9 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     rough = (high - low) / count or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    # A range that begins or ends at a round number has a tick there, whatever rounding makes of it.
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
     return [number * step for number in range(first, last + 1)]
 
 
@@ -238,8 +262,13 @@ def _step_ticks(first: float, last: float) -> list[tuple[float, str]]:
 
 def _time_ticks(first: float, last: float) -> list[tuple[float, str]]:
     """Times with a unit that fits the longest one."""
-    units = {"h": 3600.0, "min": 60.0, "s": 1.0}
-    unit, size = next(
-        ((unit, size) for unit, size in units.items() if last >= 2 * size), ("s", 1.0)
-    )
-    return [(at * size, f"{at:g} {unit}") for at in ticks(first / size, last / size, NUM_TICKS)]
+    unit = "s"
+    size = 1.0
+    if last >= 2 * 3600:
+        unit = "h"
+        size = 3600.0
+    elif last >= 2 * 60:
+        unit = "min"
+        size = 60.0
+    places = ticks(first / size, last / size, NUM_TICKS)
+    return [(place * size, f"{place:g} {unit}") for place in places]

@@ -1,138 +1,38 @@
-"""What other placements would cost: profiles from run folders and console logs, and predictions as
-tables and plots.
+"""What other placements would cost, as tables, words and plots.
 
-Owns reading profiles, and how predictions are shown. `rolepool.planner` predicts.
+Owns how predictions are asked for and shown. `rolepool.planner` predicts.
 """
 
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from rich.table import Table
 
 from rolepool.config import Config, import_own_extensions, load_config
 from rolepool.config.fitting import num_cores
 from rolepool.config.loading import PlainValues
-from rolepool.config.saved import saved_config
-from rolepool.errors import ConfigError, RolepoolError, collected, explained, first_few
+from rolepool.errors import RolepoolError, collected, explained
 from rolepool.files import atomic_path
-from rolepool.metrics.sharding_times import SHARDING_FILE, ShardingTimes
-from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span
 from rolepool.placement import build_plan
 from rolepool.placement.hardware import detect_gpu_memory, parse_inventory, parse_memory
-from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
 from rolepool.planner.layouts import places
 from rolepool.planner.predict import Prediction, Predictor, ScheduleOf
-from rolepool.planner.profile import SYNC, Profile, Recording
+from rolepool.planner.profile import Profile, Recording
 from rolepool.planner.search import search
-from rolepool.report.console_logs import read_logs
-from rolepool.report.metrics_by_step import TIMING
-from rolepool.report.operations import timed_operations
 from rolepool.report.placement_runs import overrides_of
 from rolepool.report.plots import new_figure, style
-from rolepool.report.run import Run, parts_of, read_run
+from rolepool.report.recordings import read_recordings, recordings_of
+from rolepool.report.run import Run
 from rolepool.report.tables import TABLES
 
-Answer = tuple[dict[str, Prediction], list[str]]
+SIZE_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 TABLE_WIDTH = 180
 MAX_PATH = 4
 """Operations of a critical path that are shown."""
-
-
-def read_recordings(paths: Sequence[str | Path], num_gpus: int | None) -> list[Recording]:
-    """What runs recorded, one entry for each placement of each run. A console log counts as a run
-    on `num_gpus` GPUs of one node, in one pool."""
-    found: list[Recording] = []
-    for path in map(Path, paths):
-        found += (
-            recordings_of(read_run(path)) if path.is_dir() else _recordings_of_log(path, num_gpus)
-        )
-    if len({identity_of(one.config) for one in found}) > 1:
-        problem = "the runs have different models or devices, so they are not one profile"
-        raise ConfigError(f"predict: {problem}; give runs of the same models on the same device")
-    return found
-
-
-def recordings_of(run: Run) -> list[Recording]:
-    """What a run recorded with each of its placements."""
-    parts = [part for part in parts_of(run) if part.plans and part.spans]
-    if not run.config or not parts:
-        raise ConfigError(
-            f"run {run.folder}: has no config, plan or spans, so nothing can be predicted from it"
-        )
-    loaded = saved_config(run.config, run.folder)
-    if loaded.unknown_names:
-        names = first_few(loaded.unknown_names, 3)
-        fix = "if you trust its extensions, name them: --set trainer.extensions=[...]"
-        raise ConfigError(
-            f"run {run.folder}: {names}: not known, and what a run names is not imported; {fix}"
-        )
-    config = loaded.config
-    measured = run.read_whole(SHARDING_FILE, ShardingTimes.model_validate_json)
-    times = measured.times if measured is not None else []
-    return [Recording(config, part.plans[0].plan, part.spans, times) for part in parts]
-
-
-def identity_of(config: Config) -> tuple[Any, ...]:
-    """What runs of one profile have in common."""
-    paths = [config.at(spec.model).path for spec in ROLE_SPECS.values()]
-    return config.trainer.device, *paths
-
-
-def _recordings_of_log(path: Path, num_gpus: int | None) -> Iterator[Recording]:
-    """A console log as a recording: one call of each operation in each step, one after another."""
-    logs = read_logs([path])
-    if num_gpus is None:
-        raise ConfigError(
-            f"predict {path}: a console log does not tell the number of GPUs; give it with --gpus"
-        )
-    for metrics in logs.values():
-        names = timed_operations(metrics)
-        words = [f"trainer.n_gpus_per_node={num_gpus}", "trainer.device=cuda"]
-        words += (
-            ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
-            if "values" not in names
-            else []
-        )
-        words.append(
-            f"actor_rollout_ref.actor.use_kl_loss={any(f'{TIMING}ref' in row for row in metrics.values())}"
-        )
-        config = load_config([], words).config
-        plan = build_plan(config)
-        roles = {one.name: role for role, spec in ROLE_SPECS.items() for one in spec.operations}
-        num_rows = config.rows_of_step // num_gpus
-        spans: list[Recorded] = []
-        now = 0.0
-        for step, row in metrics.items():
-            if not all(
-                math.isfinite(value)
-                for name, value in row.items()
-                if name.startswith((TIMING, "perf/"))
-            ):
-                continue
-            tokens = int(row.get("perf/total_num_tokens", 1.0)) // num_gpus
-            for name in (name for name in OPERATIONS if name in names or name == SYNC):
-                seconds, role, call = row.get(f"{TIMING}{name}", 0.0), roles.get(name), len(spans)
-                pool = DRIVER if role is None else plan.roles.get(role, RULE_POOL)
-                span = Span(
-                    pool,
-                    role or "trainer",
-                    0,
-                    name,
-                    now,
-                    now,
-                    now + seconds,
-                    call=call,
-                    after=(call - 1,),
-                )
-                spans.append(
-                    Recorded(step, name, span._replace(num_rows=num_rows, num_tokens=tokens))
-                )
-                now += seconds
-        yield Recording(config, plan, spans)
 
 
 def other_placements(run: Run) -> list[Prediction]:
@@ -142,148 +42,193 @@ def other_placements(run: Run) -> list[Prediction]:
     schedule = run.plans[-1].schedule if run.plans else None
     if schedule is None or run.plans[-1].plan.sharing_pools:
         return []
-    gpus = [gpu for sample in run.monitor for gpu in sample["gpus"]]
-    memory = min(
-        (gpu["memory_total_bytes"] for gpu in gpus if gpu.get("memory_total_bytes")), default=None
-    )
     # A run with extensions has roles and operations that are not known here, and a damaged one has
     # other surprises.
     with suppress(RolepoolError, LookupError, ValueError, ArithmeticError):
         recording = recordings_of(run)[-1]
-        config, plan = recording.config, recording.plan
-        predictor = Predictor(Profile([recording]), lambda _: schedule, gpu_memory_bytes=memory)
-        own, best = (
-            predictor.predict("", config, plan),
-            search(predictor, config, plan.gpus_per_node),
+        predictor = Predictor(
+            Profile([recording]), lambda _: schedule, gpu_memory_bytes=_gpu_memory_bytes(run)
         )
-        return [own, *(one for one in best if places(one.plan) != places(plan))]
+        plan = recording.plan
+        own = predictor.predict("", recording.config, plan)
+        best = search(predictor, recording.config, plan.gpus_per_node)
+        others = [prediction for prediction in best if places(prediction.plan) != places(plan)]
+        return [own, *others]
     return []
 
 
-class Request:
-    """What `rolepool predict` is asked. Each answer has predictions with a label, and why others
-    are not possible."""
+def _gpu_memory_bytes(run: Run) -> int | None:
+    """The memory of the smallest GPU that the run has measured; None if it has measured none."""
+    sizes: list[int] = []
+    for sample in run.monitor:
+        for gpu in sample["gpus"]:
+            num_bytes = gpu.get("memory_total_bytes")
+            if num_bytes:
+                sizes.append(num_bytes)
+    return min(sizes, default=None)
+
+
+class Answer(NamedTuple):
+    """Predictions with a label, and why others are not possible."""
+
+    predictions: dict[str, Prediction]
+    problems: list[str]
+
+
+class PredictRequest:
+    """What `rolepool predict` is asked."""
 
     def __init__(self, options: Namespace, schedule_of: ScheduleOf) -> None:
         import_own_extensions(options.set)
         recordings = read_recordings(options.runs, options.gpus)
-        config, inventory = recordings[-1].config, recordings[-1].plan.gpus_per_node
+        newest = recordings[-1]
+        self.config = newest.config
+        self.inventory = newest.plan.gpus_per_node
+        self.objective = options.objective
         if options.gpus is not None or options.inventory is not None:
-            inventory = parse_inventory(options.inventory or str(options.gpus))
+            self.inventory = parse_inventory(options.inventory or str(options.gpus))
         if options.set:
-            config = load_config([PlainValues(config.model_dump(mode="json"))], options.set).config
-        with explained(
-            f"--speed {' '.join(options.speed)}",
-            "write factors, such as --speed rollout=2",
-            ValueError,
-        ):
-            speeds = {
-                name: float(factor)
-                for name, _, factor in (word.partition("=") for word in options.speed)
-            }
-            if not all(0 < factor < math.inf for factor in speeds.values()):
-                raise ValueError("a factor must be over 0")
-        memory = (
-            parse_memory(options.gpu_memory)
-            if options.gpu_memory is not None
-            else detect_gpu_memory()
+            values = PlainValues(self.config.model_dump(mode="json"))
+            self.config = load_config([values], options.set).config
+        speeds = _parse_speeds(options.speed)
+        gpu_memory_bytes: int | None
+        if options.gpu_memory is not None:
+            gpu_memory_bytes = parse_memory(options.gpu_memory)
+        else:
+            gpu_memory_bytes = detect_gpu_memory()
+        cores = None
+        if self.inventory == newest.plan.gpus_per_node and len(self.inventory) == 1:
+            # The prediction is about this machine.
+            cores = num_cores()
+        self.predictor = Predictor(
+            Profile(recordings),
+            schedule_of,
+            gpu_memory_bytes=gpu_memory_bytes,
+            num_cores=cores,
+            speeds=speeds,
         )
-        is_here = inventory == recordings[-1].plan.gpus_per_node and len(inventory) == 1
-        cores, profile = num_cores() if is_here else None, Profile(recordings)
-        self.predictor = Predictor(profile, schedule_of, memory, cores, speeds)
-        self.config, self.inventory, self.objective = config, inventory, options.objective
-        measured = read_recordings(options.measured, options.gpus)
-        work = [config.at(key) for key in TABLES.work_keys]
-        self.measured = [
-            one for one in measured if [one.config.at(key) for key in TABLES.work_keys] == work
-        ]
+        work = _work_of(self.config)
+        self.measured: list[Recording] = []
+        """Other runs that do the same work."""
+        for recording in read_recordings(options.measured, options.gpus):
+            if _work_of(recording.config) == work:
+                self.measured.append(recording)
 
     def placements(self, words: Sequence[str]) -> Answer:
         """The placements that these words name."""
-        found: dict[str, Prediction] = {}
+        predictions: dict[str, Prediction] = {}
         problems: list[str] = []
         sizes = [
             f"trainer.nnodes={len(self.inventory)}",
             f"trainer.n_gpus_per_node={max(self.inventory)}",
         ]
         for placement in words:
-            overrides = [word for part in placement.split() for word in overrides_of(part)]
+            overrides: list[str] = []
+            for word in placement.split():
+                overrides += overrides_of(word)
             with collected(problems, f"{placement}: "):
-                config = load_config(
-                    [without_placement(self.config, overrides)], [*sizes, *overrides]
-                ).config
-                is_sized = any(
-                    word.startswith(("trainer.nnodes", "trainer.n_gpus_per_node"))
-                    for word in overrides
-                )
-                plan = build_plan(config, None if is_sized else self.inventory, take_all=True)
-                found[placement] = self.predictor.predict(placement, config, plan)
-        return found, problems
+                base = without_placement(self.config, overrides)
+                config = load_config([base], [*sizes, *overrides]).config
+                is_sized = any(override.startswith(SIZE_KEYS) for override in overrides)
+                inventory = None if is_sized else self.inventory
+                plan = build_plan(config, inventory, take_all=True)
+                predictions[placement] = self.predictor.predict(placement, config, plan)
+        return Answer(predictions, problems)
 
     def search(self) -> Answer:
         """The best placements."""
-        found = search(self.predictor, self.config, self.inventory, self.objective)
-        return {str(number): one for number, one in enumerate(found, 1)}, []
+        best = search(self.predictor, self.config, self.inventory, self.objective)
+        predictions = {str(number): prediction for number, prediction in enumerate(best, 1)}
+        return Answer(predictions, problems=[])
 
     def scaling(self, text: str) -> Answer:
         """The best placement for each number of GPUs, on nodes of the profile's size."""
-        found: dict[str, Prediction] = {}
+        predictions: dict[str, Prediction] = {}
         problems: list[str] = []
         per_node = max(self.inventory)
-        for number in sorted({sum(parse_inventory(word)) for word in text.split(",")}):
-            inventory = [per_node] * (number // per_node) + (
-                [number % per_node] if number % per_node else []
-            )
-            with collected(problems, f"{number} GPUs: "):
-                found[str(number)] = search(self.predictor, self.config, inventory, self.objective)[
-                    0
-                ]
-        return found, problems
+        for num_gpus in sorted({sum(parse_inventory(word)) for word in text.split(",")}):
+            num_whole_nodes, rest = divmod(num_gpus, per_node)
+            inventory = [per_node] * num_whole_nodes
+            if rest:
+                inventory.append(rest)
+            with collected(problems, f"{num_gpus} GPUs: "):
+                best = search(self.predictor, self.config, inventory, self.objective)
+                predictions[str(num_gpus)] = best[0]
+        return Answer(predictions, problems)
 
     def as_table(self, first: str, predictions: Mapping[str, Prediction]) -> Table:
         """The predictions, with the measured times of the same placements. `first` is the title of
         the labels."""
-        by_place = [
-            (places(one.plan), one.step_s) for one in self.measured if not math.isnan(one.step_s)
-        ]
-        has_memory = any(one.memory_gib for one in predictions.values())
+        measured = [recording for recording in self.measured if not math.isnan(recording.step_s)]
+        rows = {label: _columns(prediction) for label, prediction in predictions.items()}
+        if any(prediction.memory_gib for prediction in predictions.values()):
+            for label, prediction in predictions.items():
+                most_gib = max(prediction.memory_gib.values(), default=0)
+                rows[label]["GiB"] = f"{most_gib:.0f}"
+        if measured:
+            for label, prediction in predictions.items():
+                rows[label].update(_measured_columns(prediction, measured))
+
         table = Table(box=None, pad_edge=False, header_style="bold")
-        columns = [
-            first,
-            "step",
-            "from",
-            "to",
-            "tokens/s per GPU",
-            "pools, and how busy they are",
-            "a step waits for",
-        ]
-        columns += ["GiB"] * has_memory + ["measured", "error"] * bool(by_place)
-        for name in columns:
-            is_text = name in (first, *columns[5:7])
+        titles: dict[str, None] = {first: None}
+        for row in rows.values():
+            titles.update(dict.fromkeys(row))
+        for title in titles:
+            is_text = title in (first, *TEXT_COLUMNS)
             table.add_column(
-                name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
+                title, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
             )
-        for label, one in predictions.items():
-            pools = [
-                f"{name} [{pool.world_size}] {one.busy.get(name, 0):.0%}"
-                for name, pool in one.plan.pools.items()
-            ]
-            cells = [
-                label,
-                *(f"{seconds:.3g} s" for seconds in (one.step_s, one.low_s, one.high_s)),
-            ]
-            cells += [
-                f"{one.num_tokens / one.step_s / len(one.plan.slots):,.0f}",
-                ", ".join(pools),
-                path_in_words(one),
-            ]
-            cells += [f"{max(one.memory_gib.values(), default=0):.0f}"] * has_memory
-            for measured_s in [seconds for slots, seconds in by_place if slots == places(one.plan)][
-                :1
-            ]:
-                cells += [f"{measured_s:.3g} s", f"{one.step_s / measured_s - 1:+.0%}"]
-            table.add_row(*cells)
+        for label, row in rows.items():
+            table.add_row(label, *row.values())
         return table
+
+
+TEXT_COLUMNS = ("pools, and how busy they are", "a step waits for")
+
+
+def _columns(prediction: Prediction) -> dict[str, str]:
+    """What the table shows of each prediction, by the titles of the columns."""
+    pools = []
+    for name, pool in prediction.plan.pools.items():
+        pools.append(f"{name} [{pool.world_size}] {prediction.busy.get(name, 0):.0%}")
+    tokens_per_s = prediction.num_tokens / prediction.step_s / len(prediction.plan.slots)
+    return {
+        "step": f"{prediction.step_s:.3g} s",
+        "from": f"{prediction.low_s:.3g} s",
+        "to": f"{prediction.high_s:.3g} s",
+        "tokens/s per GPU": f"{tokens_per_s:,.0f}",
+        "pools, and how busy they are": ", ".join(pools),
+        "a step waits for": path_in_words(prediction),
+    }
+
+
+def _measured_columns(prediction: Prediction, measured: Iterable[Recording]) -> dict[str, str]:
+    """The measured time of the same placement, and the error of the prediction; empty if it was
+    not measured."""
+    for recording in measured:
+        if places(recording.plan) == places(prediction.plan):
+            measured_s = recording.step_s
+            error = prediction.step_s / measured_s - 1
+            return {"measured": f"{measured_s:.3g} s", "error": f"{error:+.0%}"}
+    return {"measured": "", "error": ""}
+
+
+def _work_of(config: Config) -> list[object]:
+    """The values of the keys that change what a step has to compute."""
+    return [config.at(key) for key in TABLES.work_keys]
+
+
+def _parse_speeds(words: Sequence[str]) -> dict[str, float]:
+    """The factors of --speed, by operation or role."""
+    fix = "write factors, such as --speed rollout=2"
+    speeds = {}
+    with explained(f"--speed {' '.join(words)}", fix, ValueError):
+        for word in words:
+            name, _, factor = word.partition("=")
+            speeds[name] = float(factor)
+        if not all(0 < factor < math.inf for factor in speeds.values()):
+            raise ValueError("a factor must be over 0")
+    return speeds
 
 
 def without_placement(config: Config, words: Iterable[str]) -> PlainValues:
@@ -296,11 +241,10 @@ def without_placement(config: Config, words: Iterable[str]) -> PlainValues:
     return PlainValues(content)
 
 
-def path_in_words(one: Prediction) -> str:
+def path_in_words(prediction: Prediction) -> str:
     """The operations that a step waits for longest, without those under 1%."""
-    longest = sorted(
-        ((seconds / one.step_s, operation) for operation, seconds in one.path), reverse=True
-    )[:MAX_PATH]
+    shares = [(seconds / prediction.step_s, operation) for operation, seconds in prediction.path]
+    longest = sorted(shares, reverse=True)[:MAX_PATH]
     return ", ".join(f"{operation} {share:.0%}" for share, operation in longest if share >= 0.01)
 
 
@@ -310,8 +254,8 @@ def why_best(best: Prediction, *others: Prediction) -> str:
     text = f"The best placement takes {best.step_s:.3g} s per step; {waits} of it is what a step waits for."
     if others:
         second = others[0]
-        factor, waits = second.step_s / best.step_s, path_in_words(second)
-        text += f" The next one takes {factor:.2f} times as long (it waits for {waits})."
+        factor = second.step_s / best.step_s
+        text += f" The next one takes {factor:.2f} times as long (it waits for {path_in_words(second)})."
         if second.step_s < best.high_s:
             text += " The intervals of the two overlap, so only a run can tell which one is faster."
     return text
@@ -322,11 +266,11 @@ def plot_scaling(best: Mapping[str, Prediction], path: Path) -> None:
     with style():
         figure = new_figure(4.0)
         axes = figure.subplots()
-        counts, times = list(map(int, best)), list(best.values())
-        axes.plot(counts, [one.step_s for one in times], marker="o")
-        axes.fill_between(
-            counts, [one.low_s for one in times], [one.high_s for one in times], alpha=0.2
-        )
+        counts = [int(label) for label in best]
+        low_s = [prediction.low_s for prediction in best.values()]
+        high_s = [prediction.high_s for prediction in best.values()]
+        axes.plot(counts, [prediction.step_s for prediction in best.values()], marker="o")
+        axes.fill_between(counts, low_s, high_s, alpha=0.2)
         axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="predicted step time (s)")
         with atomic_path(path) as temporary:
             figure.savefig(temporary)

@@ -25,7 +25,7 @@ from rolepool.algorithm.policy_losses import compute_policy_loss_vanilla
 from rolepool.config import Config
 from rolepool.config.model_files import ModelShape, ShapeUnknown
 from rolepool.config.model_keys import RefFsdpConfig
-from rolepool.config.schema import divisor_near
+from rolepool.config.rules import divisor_near
 from rolepool.models.checkpoint import load_trained, save_trained
 from rolepool.models.micro_batches import balanced, by_rows, num_passes
 from rolepool.models.packing import TokenRows, TokenScores, kept_mask, on_device, response_log_probs

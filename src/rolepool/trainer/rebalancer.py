@@ -21,7 +21,7 @@ from rolepool.planner.layouts import places
 from rolepool.planner.predict import Prediction, Predictor
 from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
 from rolepool.planner.search import search
-from rolepool.report.predicted import identity_of, read_recordings, recordings_of
+from rolepool.report.recordings import identity_of, read_recordings, recordings_of
 from rolepool.report.run import open_run, read_run
 from rolepool.trainer.moves import moved
 from rolepool.trainer.paper import schedule_of

@@ -1,0 +1,216 @@
+"""Rules about several keys: values that are each allowed, but contradict each other.
+
+Owns the rules that depend on the config alone. `placement.checks` has those that depend on pools
+and GPU counts.
+"""
+
+import math
+from collections.abc import Iterator
+
+from rolepool.config import run_keys
+from rolepool.config.base import Section, lines_of
+from rolepool.config.schema import Config
+
+
+def contradictions(config: Config) -> list[str]:
+    """One line for each rule that the config breaks. It names the keys and what to change.
+
+    Rules that read a key without a value say nothing, so every rule is a check of its own.
+    """
+    rollout = "actor_rollout_ref.rollout"
+    return lines_of(
+        _about_critic(config),
+        _about_reward_model(config),
+        _about_reward_functions(config),
+        _about_reward_kwargs(config),
+        _about_overlong(config),
+        _about_turns(config),
+        _about_temperature(config, rollout),
+        _about_validation_temperature(config, f"{rollout}.val_kwargs"),
+        _about_parity(config),
+        _about_resuming(config),
+        _about_determinism(config),
+        _about_mini_batch(config, "actor_rollout_ref.actor"),
+        _about_critics_mini_batch(config),
+        _about_tokens(config, "actor_rollout_ref.actor"),
+        _about_critics_tokens(config),
+        _about_size(config),
+        _about_placement(config),
+        _about_split(config),
+    )
+
+
+def _about_critic(config: Config) -> Iterator[str]:
+    if config.estimator_needs_critic and not config.uses_critic:
+        name = config.algorithm.adv_estimator
+        yield f"critic.enable=false: algorithm.adv_estimator={name} needs a critic; set critic.enable=null"
+
+
+def _about_reward_model(config: Config) -> Iterator[str]:
+    if config.reward_model.enable and config.reward_model.model.path is None:
+        yield "reward_model.model.path=null: reward_model.enable=true needs a model; set its folder or hub id"
+
+
+def _about_reward_functions(config: Config) -> Iterator[str]:
+    """Only one of the three may say what the reward is."""
+    if config.reward.functions:
+        other = None
+        path = config.custom_reward_function.path
+        if config.reward_model.enable:
+            other = "reward_model.enable=true"
+        elif path is not None:
+            other = f"custom_reward_function.path={path}"
+        if other is not None:
+            yield f"reward.functions: contradicts {other}; set only one of them"
+
+
+def _about_reward_kwargs(config: Config) -> Iterator[str]:
+    keys = config.custom_reward_function
+    if keys.reward_kwargs and (config.reward_model.enable or keys.path is None):
+        used = "with custom_reward_function.path and reward_model.enable=false"
+        yield f"custom_reward_function.reward_kwargs: they are only used {used}; set both, or remove reward_kwargs"
+
+
+def _about_temperature(config: Config, section: str) -> Iterator[str]:
+    """Training divides logits by the temperature, even if decoding is greedy."""
+    if config.at(section).temperature == 0:
+        fix = f"for greedy decoding set {section}.do_sample=false and do not set the temperature"
+        yield f"{section}.temperature=0: must be greater than 0; {fix}"
+
+
+def _about_validation_temperature(config: Config, section: str) -> Iterator[str]:
+    if config.at(section).do_sample:
+        yield from _about_temperature(config, section)
+
+
+def _about_parity(config: Config) -> Iterator[str]:
+    keys = config.actor_rollout_ref.rollout
+    if keys.parity_check and not keys.has_actors_distribution:
+        reason = "top_p, top_k and greedy decoding choose tokens with other probabilities than the actor computes"
+        fix = "remove it, or remove top_p, top_k and do_sample"
+        yield f"actor_rollout_ref.rollout.parity_check=true: {reason}; {fix}"
+
+
+def _about_resuming(config: Config) -> Iterator[str]:
+    if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path is None:
+        fix = "set the folder of a checkpoint, or another resume_mode"
+        yield f"trainer.resume_from_path=null: trainer.resume_mode=resume_path; {fix}"
+
+
+def _about_determinism(config: Config) -> Iterator[str]:
+    """vLLM chooses its own kernels, and its batches depend on time."""
+    if config.trainer.deterministic and config.actor_rollout_ref.rollout.engine == "vllm":
+        reason = "the engine vllm generates in a process of its own, which is not deterministic"
+        fix = "set actor_rollout_ref.rollout.name=native, or remove trainer.deterministic"
+        yield f"trainer.deterministic=true: {reason}; {fix}"
+
+
+def _about_overlong(config: Config) -> Iterator[str]:
+    """DAPO's penalty needs its reward manager, a score that is not a model's, and a length to
+    divide by."""
+    keys = config.reward_model
+    kwargs = keys.reward_kwargs
+    buffer = kwargs.overlong_buffer_cfg
+    section = "reward_model.reward_kwargs.overlong_buffer_cfg"
+    if buffer.enable and (keys.enable or keys.reward_manager != "dapo"):
+        fix = "reward_model.enable=false" if keys.enable else "reward_model.reward_manager=dapo"
+        yield f"{section}.enable=true: the penalty is for rules and functions with the manager dapo; set {fix}"
+    if buffer.enable and not 0 < buffer.len <= kwargs.max_resp_len:
+        most = f"reward_kwargs.max_resp_len={kwargs.max_resp_len}"
+        yield f"{section}.len={buffer.len}: must be from 1 to {most}"
+
+
+def _about_turns(config: Config) -> Iterator[str]:
+    keys = config.actor_rollout_ref.rollout
+    name = config.environment.name
+    section = "actor_rollout_ref.rollout"
+    if keys.multi_turn.enable != (name is not None):
+        fix = "set both (docs/environments.md), or neither"
+        yield f"{section}.multi_turn.enable={keys.multi_turn.enable}: environment.name={name or 'null'}; {fix}"
+    size = keys.tensor_model_parallel_size
+    if keys.multi_turn.enable and size > 1:
+        yield f"{section}.tensor_model_parallel_size={size}: multi_turn.enable=true needs 1; set 1"
+
+
+def _about_mini_batch(config: Config, section: str) -> Iterator[str]:
+    total = config.data.train_batch_size
+    mini: int = config.at(section).ppo_mini_batch_size
+    if total % mini:
+        fix = divisor_near(total, mini)
+        yield f"{section}.ppo_mini_batch_size={mini}: must divide data.train_batch_size={total}; use {fix}"
+
+
+def _about_critics_mini_batch(config: Config) -> Iterator[str]:
+    """The critic's size follows the actor's, and then one line is enough."""
+    actors = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if config.uses_critic and config.critic.ppo_mini_batch_size != actors:
+        yield from _about_mini_batch(config, "critic")
+
+
+def _about_tokens(config: Config, section: str) -> Iterator[str]:
+    """A micro-batch that is limited by tokens must have room for the longest sequence."""
+    keys = config.at(section)
+    if keys.use_dynamic_bsz:
+        tokens = keys.ppo_max_token_len_per_gpu
+        longest = config.tokens_of_longest_row
+        if tokens < longest:
+            reason = f"one sequence may have {longest} tokens (data.max_prompt_length + data.max_response_length)"
+            yield f"{section}.ppo_max_token_len_per_gpu={tokens}: {reason}; use at least {longest}"
+
+
+def _about_critics_tokens(config: Config) -> Iterator[str]:
+    if config.uses_critic:
+        yield from _about_tokens(config, "critic")
+
+
+def divisor_near(number: int, at_most: int) -> int:
+    """A divisor of `number` that is at most `at_most`: the largest, if it is found within 10,000
+    tries."""
+    for candidate in range(at_most, max(0, at_most - 10_000), -1):
+        if number % candidate == 0:
+            return candidate
+    return math.gcd(number, at_most)
+
+
+def _about_size(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.nnodes * trainer.n_gpus_per_node > run_keys.MAX_SLOTS:
+        per_node = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
+        problem = f"times {per_node} is more than {run_keys.MAX_SLOTS} GPUs"
+        yield f"trainer.nnodes={trainer.nnodes}: {problem}; use fewer"
+
+
+def _about_placement(config: Config) -> Iterator[str]:
+    """A key of another strategy would be ignored, so it is an error."""
+    placement = config.placement
+    if ":" in placement.strategy:  # a function of the user's own, which may use all keys
+        return
+    keys = {
+        "split": [f"split.{name}={value}" for name, value in _written(placement.split).items()],
+        "custom": [f"pools.{name}" for name in placement.pools],
+    }
+    keys["custom"] += [f"roles.{name}" for name in placement.roles.model_dump(exclude_none=True)]
+    for strategy, names in keys.items():
+        if placement.strategy == strategy:
+            continue
+        needed = f"placement.strategy={strategy}"
+        chosen = f"placement.strategy={placement.strategy}"
+        for name in names:
+            yield f"placement.{name}: is for {needed}, but {chosen}; set {needed}, or remove it"
+
+
+def _about_split(config: Config) -> Iterator[str]:
+    """Only one key may say how the GPUs are divided; an axis may be set together with its own
+    number."""
+    split = config.placement.split
+    written = _written(split)
+    number = {"gpu": "actor_gpus_per_node", "node": "actor_nodes"}.get(split.axis)
+    is_axis_with_number = set(written) == {"axis", number}
+    if config.placement.strategy == "split" and len(written) > 1 and not is_axis_with_number:
+        first, *others = [f"placement.split.{name}={value}" for name, value in written.items()]
+        yield f"{first}: contradicts {' and '.join(others)}; set only one of them"
+
+
+def _written(section: Section) -> dict[str, object]:
+    """The keys of a section that do not have their defaults."""
+    return section.model_dump(exclude_defaults=True)
