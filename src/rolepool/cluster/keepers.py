@@ -19,7 +19,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rolepool.cluster.launch import live_nodes, outcomes, pinned_to
+from rolepool.cluster.answers import outcomes
+from rolepool.cluster.nodes import live_nodes, pinned_to
 from rolepool.errors import logger, one_line
 from rolepool.files import owned_folder, write_atomically
 from rolepool.placement.estimate import SHARED_MEMORY

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError
 
+from rolepool.cluster.answers import outcomes
 from rolepool.cluster.group import WorkerGroup
-from rolepool.cluster.launch import Process, outcomes, pinned_to
+from rolepool.cluster.launch import Process
+from rolepool.cluster.nodes import pinned_to
 from rolepool.errors import logger, one_line
 from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Watched
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from rolepool.cluster.cluster import Cluster, live_inventory
 from rolepool.cluster.connection import connect
-from rolepool.cluster.group import RoleProxy, WorkerGroup
-from rolepool.cluster.launch import live_nodes
+from rolepool.cluster.group import WorkerGroup
+from rolepool.cluster.nodes import live_nodes
+from rolepool.cluster.proxy import RoleProxy
 from rolepool.errors import DataError
 from rolepool.placement.parallel import ParallelDims
 from rolepool.placement.plan import ResourcePoolManager, place

@@ -16,7 +16,8 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 
-from rolepool.cluster.group import PendingCall, WorkerGroup
+from rolepool.cluster.group import WorkerGroup
+from rolepool.cluster.pending import PendingCall
 from rolepool.cluster.stalls import BY_URGENCY, RETURNS_LATE, Examined, examine, kill_process
 from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import first_few
