@@ -22,17 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.metrics.spans import (
-    DRIVER,
-    Recorded,
-    Span,
-    Timeline,
-    critical_path,
-    lanes,
-    operation_times,
-    step_bounds,
-    step_metrics,
-)
+from rolepool.metrics.spans import DRIVER, Recorded, Span, operation_times, step_bounds
+from rolepool.metrics.timeline import Timeline, critical_path, lanes, step_metrics
 from rolepool.report.page import render
 from rolepool.report.run import read_run
 

@@ -36,7 +36,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from rolepool.config import load_config
 from rolepool.config.fitting import num_cores
-from rolepool.placement.plan import build_plan, detect_gpu_memory
+from rolepool.placement import build_plan
+from rolepool.placement.hardware import detect_gpu_memory
 from rolepool.planner.predict import Predictor
 from rolepool.planner.profile import Profile
 from rolepool.report.predicted import read_recordings

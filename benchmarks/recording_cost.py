@@ -29,7 +29,7 @@ from rolepool.data.demo import make_demo
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.metrics.spans import Span
 from rolepool.protocol import DataProto, ragged
-from rolepool.protocol.worker import PartTimes, part
+from rolepool.protocol.part_times import PartTimes, part
 from rolepool.report.run import read_run
 from rolepool.trainer import rows
 from rolepool.trainer.loop import Observer, Trainer

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from rolepool.metrics.spans import Bar
+from rolepool.metrics.timeline import Bar
 from rolepool.report import plots
 from rolepool.report.compare import measured_steps, read_runs, typical_steps
 

@@ -4,6 +4,7 @@
     python benchmarks/gpu/plan_memory_runs.py --several-ranks         2 and 4 ranks on the same GPU, two shapes
         [--shapes 0.5b 1.5b] [--cases fsdp-2 fsdp-4 hsdp-2x2 pools-2+2 tp-2] [--at-once 3] [--limit 290] [--json FILE]
     python benchmarks/gpu/plan_memory_runs.py --several-ranks --device cpu --shapes tiny     no GPU, no verdict
+    python benchmarks/gpu/plan_memory_runs.py --several-ranks --check                        all up to the first process
 
 Each case is `rolepool train` for two steps on a model of a public shape with random weights.
 Prompts have the largest length, and no response ends early. Compared are what `plan` says for the
@@ -18,7 +19,8 @@ which do not exist, because a plan begins at GPU 0. Cases run side by side as lo
 plans fit in --memory GiB. What has ended is kept if another case fails or the --limit is reached.
 Each line is a rank: its peak, that of every role, and what is reserved. `beyond` is what the GPU
 has in use and torch has not reserved, per process: CUDA's contexts and NCCL's buffers. It is
-only known if the case ran alone.
+only known if the case ran alone. With --check, each case starts its Ray and makes all checks of
+`rolepool train`, and reserves the plan's GPUs, but trains nothing. It needs no GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from rolepool.placement.estimate import (
     estimate_memory,
     peak_by_role,
 )
-from rolepool.placement.plan import detect_gpu_memory
+from rolepool.placement.hardware import detect_gpu_memory
 from rolepool.report.run import Run, read_run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -55,6 +57,7 @@ ALLOWED = 0.15
 TIMEOUT_S = 300
 STEPS = 2
 POLL_S = 0.2
+RESERVE_TIMEOUT_S = 30.0
 NUM_ERROR_LINES = 15
 
 
@@ -243,7 +246,7 @@ def make_data(case: Case, data: Path, num_prompts: int, timeout_s: float = TIMEO
 
 def train_in_own_ray(file: Path) -> int:
     """Train in a Ray that counts as many GPUs as the case needs. It starts in this process, and
-    ends with it."""
+    ends with it. With "only_checks" in the file, stop before the first process starts."""
     from rolepool import cli
     from rolepool.cluster import connection
 
@@ -256,7 +259,27 @@ def train_in_own_ray(file: Path) -> int:
             object_store_memory=2 * GIB,
             _temp_dir=str(folder),
         )
+        if told["only_checks"]:
+            check_in_ray(told["words"])
+            return 0
         return cli.main(["train", *told["words"]])
+
+
+def check_in_ray(words: Sequence[str]) -> None:
+    """What training does in the Ray of this process before it starts processes: checks, and
+    reserving a bundle for each slot."""
+    import ray
+    from ray.util.placement_group import placement_group
+
+    from rolepool.trainer.start_checks import check_start
+
+    loaded = load_config([], list(words))
+    for warning in check_start(loaded):
+        print(f"warning: {warning}")
+    kind = "CPU" if loaded.config.trainer.device == "cpu" else "GPU"
+    slots = {slot for pool in build_plan(loaded.config).pools.values() for slot in pool.slots}
+    ray.get(placement_group([{kind: 1}] * len(slots)).ready(), timeout=RESERVE_TIMEOUT_S)
+    print(f"Ray has reserved {len(slots)} {kind}s")
 
 
 def rank_environment() -> dict[str, str]:
@@ -430,9 +453,11 @@ class Result:
     beyond_gib: float | None = None
     """Per process, of what the GPU has in use; None if another case ran at the same time."""
 
-    def is_good(self, has_gpu: bool) -> bool:
+    def is_good(self, options: argparse.Namespace) -> bool:
+        if self.error or options.check:
+            return not self.error
         is_close = all(rank.is_close for rank in self.ranks)
-        return not self.error and bool(self.ranks) and (is_close or not has_gpu)
+        return bool(self.ranks) and (is_close or options.device == "cpu")
 
 
 @dataclass
@@ -446,6 +471,12 @@ class Prepared:
     estimate: MemoryEstimate
     words: list[str]
     run_folder: Path
+    only_checks: bool
+
+    def beside(self, ending: str) -> Path:
+        """A file beside the run folder. Names of shapes have points, so `with_suffix` would cut
+        them, and give two cases the same file."""
+        return self.run_folder.with_name(self.run_folder.name + ending)
 
     @property
     def planned_gib(self) -> float:
@@ -488,19 +519,21 @@ def prepare(names: Sequence[tuple[str, str]], options: argparse.Namespace) -> li
         config = load_config([], words).config
         plan = build_plan(config)
         estimate = estimate_memory(config, plan, gpu_memory)
-        prepared.append(Prepared(name, case, config, plan, estimate, words, run_folder))
+        prepared.append(
+            Prepared(name, case, config, plan, estimate, words, run_folder, options.check)
+        )
     return sorted(prepared, key=lambda one: -one.planned_gib)
 
 
 def start(prepared: Prepared, was_alone: bool) -> Running:
     prepared.run_folder.mkdir(parents=True)
-    told = prepared.run_folder.with_suffix(".json")
-    log = prepared.run_folder.with_suffix(".log")
+    told, log = prepared.beside(".json"), prepared.beside(".log")
     case = prepared.case
     content = {
         "words": prepared.words,
         "num_cpus": case.num_gpus + 4,
         "num_gpus": 0 if case.device == "cpu" else case.num_gpus,
+        "only_checks": prepared.only_checks,
     }
     told.write_text(json.dumps(content), encoding="utf-8")
     command = [sys.executable, str(Path(__file__).resolve()), "--train-from", str(told)]
@@ -636,6 +669,9 @@ def main() -> int:
         help="GiB that the plans of running cases may add up to",
     )
     parser.add_argument("--limit", type=float, default=290, help="seconds for all cases")
+    parser.add_argument(
+        "--check", action="store_true", help="several ranks: all up to the first process"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--train-from", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -650,9 +686,12 @@ def main() -> int:
         return 0 if run_cases(names, tiny=options.tiny, folder=options.folder) else 1
     start_s = time.monotonic()
     results = measure_several(options)
-    has_gpu = options.device == "cuda"
-    good = [result.is_good(has_gpu) for result in results]
-    what = "within 15% on every rank" if has_gpu else "ran"
+    good = [result.is_good(options) for result in results]
+    what = "within 15% on every rank"
+    if options.check:
+        what = "could start"
+    elif options.device == "cpu":
+        what = "ran"
     print(f"\n{sum(good)} of {len(good)} cases {what}, in {time.monotonic() - start_s:.0f} s")
     return 0 if all(good) else 1
 

@@ -21,7 +21,7 @@ from rolepool.errors import ConfigError, PlacementError, collected, explained, l
 from rolepool.files import write_atomically
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_warnings
-from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
+from rolepool.placement.hardware import detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.render import PlanSummary as PlanSummary
 from rolepool.planning import Hardware, checked_for_plan, summarise, summary_of
 

@@ -73,7 +73,7 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
     )
     options = parser.parse_intermixed_args(arguments)
 
-    from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
+    from rolepool.placement.hardware import detect_gpu_memory, parse_inventory, parse_memory
     from rolepool.planning import Hardware, checked_for_plan, summarise
 
     draft = read_words(options)
@@ -319,6 +319,7 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
     from rolepool.config.functions import only_reading
     from rolepool.report import compare as comparison
     from rolepool.report.comparison_page import write_comparison
+    from rolepool.report.placement_runs import run_placements
     from rolepool.terminal import Terminal
     from rolepool.trainer.supervisor import wait_for
 
@@ -326,9 +327,7 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
     failures: list[str] = []
     if options.run is not None:
         say = partial(print, flush=True)
-        folders, failures = comparison.run_placements(
-            options.run, options.words, placements, say, wait_for
-        )
+        folders, failures = run_placements(options.run, options.words, placements, say, wait_for)
         print_errors(failures)
     with only_reading():
         runs = comparison.read_runs(folders)
@@ -398,7 +397,7 @@ def predict(parser: Parser, arguments: list[str]) -> int | None:
         )
 
     from rolepool.config.functions import only_reading
-    from rolepool.report.compare import overrides_of
+    from rolepool.report.placement_runs import overrides_of
     from rolepool.report.predicted import TABLE_WIDTH, Request, plot_scaling, why_best
     from rolepool.terminal import Terminal
     from rolepool.trainer.paper import schedule_of

@@ -21,9 +21,10 @@ class RolepoolError(Exception):
     """Something the user can change. Holds one line per problem; `str()` joins them."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems: tuple[str, ...] = (
-            (problems,) if isinstance(problems, str) else tuple(problems)
-        )
+        if isinstance(problems, str):
+            self.problems: tuple[str, ...] = (problems,)
+        else:
+            self.problems = tuple(problems)
         super().__init__(self.problems)
 
     def __str__(self) -> str:
@@ -132,7 +133,9 @@ def one_line(error: BaseException) -> str:
     """An error in one line: file and reason of an operating system error, or the first line of any
     other message (and the next line, if the first one ends with a colon)."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        if error.filename:
+            return f"{error.filename}: {error.strerror}"
+        return error.strerror
     lines = str(error).strip().replace(":\n   ", ":").splitlines()
     text = lines[0].strip() if lines else type(error).__name__
     return text if text.isprintable() else repr(text)

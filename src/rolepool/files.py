@@ -53,10 +53,11 @@ def left_behind(folders: Iterable[Path]) -> Iterator[Path]:
     """The folders on which no process holds a lock, because their owners were killed. Each is
     locked while it is used."""
     for folder in folders:
+        # In use, of another user, or removed meanwhile.
         with (
             suppress(OSError),
             locked(folder, wait=False),
-        ):  # in use, of another user, or removed meanwhile
+        ):
             yield folder
 
 

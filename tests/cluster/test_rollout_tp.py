@@ -21,8 +21,9 @@ from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import Setup
 from rolepool.roles.rollout import Rollout
 from rolepool.trainer.advantages import Estimator, repeated
-from rolepool.trainer.build import build_roles, sync_across, sync_here
+from rolepool.trainer.build import build_roles
 from rolepool.trainer.step import ppo_step
+from rolepool.weights.channels import SameProcess, SharedMemory
 
 TOLERANCE = 1e-4
 PLACEMENTS = {
@@ -114,9 +115,10 @@ def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_bo
     assert distance(actor, old) > 10 * TOLERANCE, (
         "the update moved too little to tell old weights from new"
     )
-    for sync, rollout in zip((sync_here, sync_across), rollouts, strict=True):
-        for call in sync(actor.with_blocking(False), rollout.with_blocking(False))(1):
-            call.get()
+    for channel_class, rollout in zip((SameProcess, SharedMemory), rollouts, strict=True):
+        channel = channel_class(actor.with_blocking(False), rollout.with_blocking(False))
+        channel.send(1)
+        channel.check()
     inside, across = (rollout.generate_sequences(prompts, blocking=True) for rollout in rollouts)
     assert distance(actor, inside) < TOLERANCE
     assert distance(actor, across) < TOLERANCE

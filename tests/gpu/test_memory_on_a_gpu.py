@@ -17,14 +17,13 @@ from rolepool.data.demo import make_demo
 from rolepool.placement import Role, build_plan
 from rolepool.placement.estimate import GIB, estimate_memory
 from rolepool.protocol import DataProto, ragged
-from rolepool.protocol.worker import (
-    WorkerContext,
+from rolepool.protocol.out_of_memory import (
     explain_out_of_memory,
     free_bytes,
     is_out_of_memory,
-    made_in,
     wanted_bytes,
 )
+from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor_critic import Actor, Critic, Reference
 from rolepool.roles.model_role import Setup
 from rolepool.roles.reward_model import RewardModel

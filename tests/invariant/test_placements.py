@@ -180,7 +180,7 @@ def run(
                     },
                 }
             )
-        names = roles.actor.weight_names().get()
+        names = [spec.name for spec in roles.actor.weight_specs().get()]
         course.weights.update(roles.actor.export_weights(*names).get().batch.items())
     return course
 

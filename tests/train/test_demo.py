@@ -23,8 +23,9 @@ from rolepool.config import load_config
 from rolepool.data.demo import Demo
 from rolepool.errors import PlacementError
 from rolepool.metrics import Span
-from rolepool.metrics.run_folder import validation_score
-from rolepool.metrics.spans import Timeline, critical_path, lanes, step_bounds
+from rolepool.metrics.row_text import validation_score
+from rolepool.metrics.spans import step_bounds
+from rolepool.metrics.timeline import Timeline, critical_path, lanes
 from rolepool.report.console_logs import read_logs
 from rolepool.report.run import read_run
 from rolepool.trainer.interrupt import SAME_SIGNAL_S

@@ -15,6 +15,7 @@ from rolepool.data.demo import Demo
 from rolepool.errors import WorkerError
 from rolepool.report.run import read_run
 from rolepool.trainer.loop import Observer, Trainer
+from rolepool.trainer.signal import measure_signal
 from tiny_models import write_model
 from vllm_pythons import NO_REAL_PYTHON, REAL_PYTHON, substitute_python
 
@@ -159,6 +160,16 @@ def test_vllm_starts_while_the_other_roles_load(demo: Demo, tmp_path: Path) -> N
     trainer.run()
     assert observer.lines
     assert [row["training/global_step"] for row in rows_of(tmp_path / "run")] == [1, 2]
+
+
+def test_signal_says_that_it_waits_for_vllm(demo: Demo, tmp_path: Path) -> None:
+    signal = tmp_path / "go on"
+    keys = with_substitute(tmp_path / "vllm", VLLM_SUBSTITUTE_WAITS_FOR=signal)
+    observer = Impatient(signal)
+    loaded = load_config([], small_keys(demo, tmp_path / "run", *keys))
+    measured = measure_signal(loaded, num_prompts=4, say=observer.on_notice)
+    assert observer.lines
+    assert sum(len(source.groups) for source in measured.sources.values()) == 4
 
 
 def test_a_start_of_vllm_that_fails_ends_the_run_with_one_line(demo: Demo, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from train_helpers import rows_of, small_keys
 
 from rolepool.data.demo import Demo
-from rolepool.metrics.run_folder import last_step
+from rolepool.metrics.run_rows import last_step
 
 STEPS = [
     "trainer.n_gpus_per_node=1",

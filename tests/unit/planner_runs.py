@@ -13,7 +13,8 @@ from rolepool.config import Config, load_config
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Part, Recorded, Span
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.roles import ROLE_SPECS
-from rolepool.planner.profile import Recording, Work, ranks_of
+from rolepool.planner.costs import Work
+from rolepool.planner.profile import Recording, ranks_of
 from rolepool.trainer.paper import schedule_of
 
 PROMPT, RESPONSE = 32, 64

@@ -9,18 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rolepool.metrics.spans import (
-    DRIVER,
-    RULE_POOL,
-    Interval,
-    Recorded,
-    Span,
-    Timeline,
-    critical_path,
-    lanes,
-    step_bounds,
-    step_metrics,
-)
+from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span, step_bounds
+from rolepool.metrics.timeline import Interval, Timeline, critical_path, lanes, step_metrics
 
 TICK_S = 0.125
 """Times of made-up schedules are multiples of it, so that sums of them are exact."""

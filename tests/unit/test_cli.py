@@ -206,7 +206,7 @@ def test_without_a_gpu_the_plan_shows_cpu_slots_unless_it_is_for_another_machine
     rolepool: Rolepool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("rolepool.placement.plan.detect_gpu_memory", lambda: None)
+    monkeypatch.setattr("rolepool.placement.hardware.detect_gpu_memory", lambda: None)
     assert "CPU slots" in rolepool("plan").out
     for elsewhere in (("--gpu-memory", "80"), ("--inventory", "8"), ("trainer.n_gpus_per_node=8",)):
         assert "CPU slots" not in rolepool("plan", *elsewhere).out

@@ -159,7 +159,8 @@ def test_the_user_may_name_what_a_prediction_needs(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A trusted extension is imported if it is named in the command, and only then."""
-    code = "from rolepool.placement.plan import standard\n\n\ndef strategy(*given):\n    return standard(*given)\n"
+    code = "from rolepool.placement.strategies import standard\n\n\n"
+    code += "def strategy(*given):\n    return standard(*given)\n"
     Path("harmless.py").write_text(code, encoding="utf-8")
     change(copy, placement__strategy="harmless:strategy")
     assert main(["predict", str(copy), "--", "trainer.nnodes=1"]) == 2

@@ -24,6 +24,7 @@ ORDER = [
     {"protocol"},
     {"algorithm"},
     {"data", "models"},
+    {"weights"},
     {"rollout"},
     {"roles"},
     {"trainer"},

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import pynvml
 import pytest
 
-from rolepool.config import load_config, not_trained
-from rolepool.metrics import run_folder
-from rolepool.metrics.run_folder import Loggers
+from rolepool.config import Config, load_config, not_trained
+from rolepool.metrics import loggers, sampling
+from rolepool.metrics.loggers import Loggers
 from rolepool.metrics.sampling import NodeMonitor, Watched, pool_use, pool_utilization
 
 
@@ -37,12 +40,14 @@ def test_tensorboard_shows_the_rows_as_ordinary_scalars(tmp_path: Path) -> None:
 def test_a_logger_that_fails_is_warned_of_once_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def log(step: int, metrics: object) -> None:
-        raise OSError("no space left on device")
+    class FullDisk(loggers.TensorBoard):
+        def __init__(self, config: Config, folder: Path) -> None:
+            """Needs no library."""
 
-    monkeypatch.setitem(
-        run_folder.MAKERS, "tensorboard", lambda config, folder: (log, lambda: None)
-    )
+        def log(self, step: int, metrics: object) -> None:
+            raise OSError("no space left on device")
+
+    monkeypatch.setitem(loggers.LOGGERS, "tensorboard", FullDisk)
     monkeypatch.setattr(not_trained, "find_spec", lambda name: object())
     made = Loggers(load_config([], ["trainer.logger=[tensorboard]"]).config, tmp_path)
     with caplog.at_level(logging.WARNING):
@@ -102,6 +107,63 @@ def test_a_sample_tells_a_busy_process_by_its_pool_and_forgets_one_that_is_gone(
     busy.kill()
     busy.join()
     assert monitor.sample()["processes"] == []
+
+
+class FakeNvml:
+    """NVML of a node with one GPU, or without a driver. It has the errors of the real one."""
+
+    NVMLError = pynvml.NVMLError
+
+    def __init__(self, has_driver: bool, is_readable: bool = True) -> None:
+        self._has_driver = has_driver
+        self._is_readable = is_readable
+
+    def nvmlInit(self) -> None:
+        if not self._has_driver:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index > 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(used=2**30, total=2**32)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(gpu=50)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        if not self._is_readable:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return 300_000
+
+
+@pytest.mark.parametrize(
+    ("nvml", "pools"),
+    [
+        (FakeNvml(has_driver=True), [["big"]]),
+        (FakeNvml(has_driver=False), []),
+        (FakeNvml(has_driver=True, is_readable=False), []),
+    ],
+    ids=["one GPU", "no driver", "a GPU that does not tell"],
+)
+def test_gpus_that_nvml_does_not_know_are_not_monitored_and_all_else_is(
+    monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, pools: list[list[str]]
+) -> None:
+    """A Ray can count more GPUs than there are, and a container can hide some."""
+    monkeypatch.setattr(sampling, "pynvml", nvml)
+    monkeypatch.setattr(sampling, "once_per_second", lambda look: None)
+    pid = os.getpid()
+    watched = [Watched(pid, "big", 0, 0), Watched(pid, "big", 1, 1), Watched(pid, "small", 0, 3)]
+    monitor = NodeMonitor("here", watched, {})
+    sample = monitor.sample()
+    assert [gpu["pools"] for gpu in sample["gpus"]] == pools
+    assert [(process["pool"], process["rank"]) for process in sample["processes"]] == [
+        ("big", 0),
+        ("big", 1),
+        ("small", 0),
+    ]
 
 
 def test_a_pools_utilization_is_that_of_its_gpus_and_without_them_of_its_processes() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from rolepool.config import load_config
 from rolepool.data.rewards import NUMBERS, PRED
-from rolepool.metrics.run_folder import validation_score
+from rolepool.metrics.row_text import validation_score
 from rolepool.metrics.spans import Recorded, Span
 from rolepool.models.micro_batches import rank_order
 from rolepool.placement import ResourcePoolManager, Role

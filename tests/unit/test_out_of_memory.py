@@ -23,15 +23,13 @@ from rolepool.placement.checks import roomier_divisions
 from rolepool.placement.estimate import MOST_TOKENS, MicroBatch
 from rolepool.placement.roles import MicroBatchKeys, Role
 from rolepool.protocol import DataProto, pad_ragged, ragged
-from rolepool.protocol.worker import (
-    Worker,
-    WorkerContext,
+from rolepool.protocol.out_of_memory import (
     explain_out_of_memory,
     free_bytes,
     is_out_of_memory,
-    made_in,
     wanted_bytes,
 )
+from rolepool.protocol.worker import Worker, WorkerContext, made_in
 from rolepool.roles.actor_critic import Actor, Reference
 from rolepool.roles.model_role import MicroBatches, Setup, TrainedRole, offloads
 from rolepool.roles.rollout import Rollout

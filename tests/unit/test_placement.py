@@ -16,7 +16,8 @@ from rolepool.config import load_config
 from rolepool.errors import ConfigError, PlacementError
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
-from rolepool.placement.plan import parse_inventory, parse_memory, place
+from rolepool.placement.hardware import parse_inventory, parse_memory
+from rolepool.placement.plan import place
 from rolepool.placement.roles import ROLE_SPECS
 
 ACTOR_POOL, CRITIC_POOL = "actor_rollout_ref_pool", "critic_pool"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 
-from rolepool.planner.profile import LEAST_NOISE, LinearCost, Work
+from rolepool.planner.costs import LEAST_NOISE, LinearCost, Work
 
 TRUTH = np.array([0.02, 1e-4, 2e-7, 0.01, 0.03, 0.004])
 """Seconds per piece, token, attended token, piece that has collectives, share of it that is

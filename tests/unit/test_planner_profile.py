@@ -14,8 +14,9 @@ from rolepool.metrics.spans import Recorded
 from rolepool.placement import build_plan
 from rolepool.placement.estimate import default_micro_batches, shape_of
 from rolepool.placement.roles import OPERATIONS, Role
+from rolepool.planner.costs import LinearCost, Work
 from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
-from rolepool.planner.profile import MAX_STEPS, LinearCost, Profile, Recording, Work, measured_steps
+from rolepool.planner.profile import MAX_STEPS, Profile, Recording, measured_steps
 from rolepool.trainer.paper import schedule_of
 
 LENGTH = PROMPT + RESPONSE

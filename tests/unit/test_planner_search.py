@@ -15,16 +15,10 @@ from rolepool.errors import ConfigError, RolepoolError
 from rolepool.placement import build_plan
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import Role, needed_roles
-from rolepool.planner.predict import Predictor
+from rolepool.planner.layouts import layouts, partitions
+from rolepool.planner.predict import TENSOR_PARALLEL, Predictor
 from rolepool.planner.profile import Profile
-from rolepool.planner.search import (
-    TENSOR_PARALLEL,
-    Objective,
-    layouts,
-    partitions,
-    score_of,
-    search,
-)
+from rolepool.planner.search import Objective, score_of, search
 from rolepool.report.predicted import without_placement
 from rolepool.trainer.paper import schedule_of
 

@@ -12,8 +12,8 @@ from planner_runs import config_of
 from rolepool.placement import build_plan
 from rolepool.placement.plan import Plan, Schedule
 from rolepool.placement.roles import Role
-from rolepool.planner.predict import _core_rate, _shared_rate, simulate
-from rolepool.planner.search import partitions
+from rolepool.planner.layouts import partitions
+from rolepool.planner.simulation import core_rate, shared_rate, simulate, simulate_many
 from rolepool.trainer.paper import schedule_of
 
 SECONDS = {
@@ -88,7 +88,7 @@ def test_pools_that_share_a_gpu_divide_it_while_both_work(schedule: Schedule) ->
     pool."""
     plan = plan_of("placement.strategy=split placement.split.share=0.5 trainer.n_gpus_per_node=1")
     assert [pool.share for pool in plan.pools.values()] == [0.5, 0.5]
-    times = {efficiency: simulate(schedule, plan.roles, SECONDS, {}, partial(_shared_rate, plan, efficiency)).step_s
+    times = {efficiency: simulate(schedule, plan.roles, SECONDS, {}, partial(shared_rate, plan, efficiency)).step_s
              for efficiency in (1.0, 1.5, 2.0)}  # fmt: skip
     assert times[1.0] == pytest.approx(31.0)
     assert times[2.0] == pytest.approx(24.0)  # as with a GPU for each
@@ -97,18 +97,18 @@ def test_pools_that_share_a_gpu_divide_it_while_both_work(schedule: Schedule) ->
 
 def test_more_processes_than_cores_slow_each_other_down(schedule: Schedule) -> None:
     plan = plan_of(f"{SPLIT} trainer.device=cpu")
-    enough = simulate(schedule, plan.roles, SECONDS, {}, partial(_core_rate, plan, 4)).step_s
+    enough = simulate(schedule, plan.roles, SECONDS, {}, partial(core_rate, plan, 4)).step_s
     assert enough == pytest.approx(24.0)
-    few = simulate(schedule, plan.roles, SECONDS, {}, partial(_core_rate, plan, 2)).step_s
+    few = simulate(schedule, plan.roles, SECONDS, {}, partial(core_rate, plan, 2)).step_s
     assert few == pytest.approx(24.0 + 7)  # the cores are enough for one pool at a time
-    one = simulate(schedule, plan.roles, SECONDS, {}, partial(_core_rate, plan, 1)).step_s
+    one = simulate(schedule, plan.roles, SECONDS, {}, partial(core_rate, plan, 1)).step_s
     assert one == pytest.approx(2 * few)
 
 
 def test_processes_on_different_nodes_have_cores_of_their_own(schedule: Schedule) -> None:
     nodes = "trainer.n_gpus_per_node=2 trainer.nnodes=2 trainer.device=cpu"
     plan = plan_of(f"placement.strategy=split placement.split.axis=node {nodes}")
-    found = simulate(schedule, plan.roles, SECONDS, {}, partial(_core_rate, plan, 2)).step_s
+    found = simulate(schedule, plan.roles, SECONDS, {}, partial(core_rate, plan, 2)).step_s
     assert found == pytest.approx(24.0)
 
 
@@ -131,7 +131,7 @@ def test_arrays_of_times_give_the_same_steps_as_one_simulation_for_each(words: s
         homes = {role: "+".join(group) for group in groups for role in group}
         drawn = [random_seconds(chance) for _ in range(8)]
         arrays = {name: np.array([one[name] for one in drawn]) for name in SECONDS}
-        together = simulate(schedule, homes, arrays, gaps).step_s
+        together = simulate_many(schedule, homes, arrays, gaps).step_s
         assert together == pytest.approx(
             [simulate(schedule, homes, one, gaps).step_s for one in drawn]
         )

@@ -23,10 +23,8 @@ from rolepool.report.compare import (
     differences,
     headline,
     notes_on,
-    overrides_of,
     ratio_of_means,
     read_runs,
-    run_placements,
     with_unit,
 )
 from rolepool.report.comparison_page import (
@@ -44,6 +42,7 @@ from rolepool.report.comparison_page import (
 from rolepool.report.console_logs import read_logs
 from rolepool.report.metrics_by_step import finite_values
 from rolepool.report.outside_load import outside_load
+from rolepool.report.placement_runs import overrides_of, run_placements
 from rolepool.trainer.supervisor import wait_for
 
 

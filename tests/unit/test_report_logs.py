@@ -9,7 +9,7 @@ import pytest
 from synthetic_runs import write_run
 
 from rolepool.errors import ConfigError
-from rolepool.metrics.run_folder import console_line
+from rolepool.metrics.row_text import console_line
 from rolepool.report.console_logs import parse_log, read_logs
 from rolepool.report.metrics_by_step import finite_values
 

@@ -21,7 +21,8 @@ from test_serve import serving
 import rolepool as rp
 from commands import Outcome
 from rolepool.config import load_config
-from rolepool.metrics.run_folder import RunFolder, State, last_step
+from rolepool.metrics.run_folder import RunFolder, State
+from rolepool.metrics.run_rows import last_step
 from rolepool.metrics.spans import step_bounds
 from rolepool.placement import Plan
 from rolepool.report.compare import compare, headline, read_runs

@@ -12,8 +12,9 @@ from test_rollout_native import SAMPLED, make_engine, make_model, make_requests
 from torch import Tensor
 
 from engine_contract import check_weight_updates, in_turns
-from rolepool.rollout import Request, sample_seed
+from rolepool.rollout import Request, native, sample_seed
 from rolepool.rollout.decoder import Decoder, join_weights
+from rolepool.rollout.generation import Generation
 from rolepool.rollout.kv_cache import CacheShape, DecodeBatch, SlotCache
 from rolepool.rollout.step_graphs import bucket_of
 from rolepool.rollout.tensor_parallel import Shard, TensorParallel
@@ -200,6 +201,47 @@ def test_steps_have_few_sizes_none_too_small_nor_much_too_large() -> None:
     assert sizes == sorted(sizes)
     assert len(set(sizes)) < 30
     assert sizes[-1] == 1000
+
+
+def test_sizes_of_steps_do_not_depend_on_earlier_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was resumed has not made the larger calls of one that was not, such as a
+    validation, and a GPU rounds as the size of a step says."""
+    sizes: list[int] = []
+    decode = Decoder.decode
+
+    def decode_and_note(
+        decoder: Decoder,
+        cache: SlotCache,
+        tokens_b: Tensor,
+        positions_b: Tensor,
+        slots_b: Tensor,
+        length: int,
+    ) -> Tensor:
+        sizes.append(len(tokens_b))
+        is_used = positions_b >= 0  # on a CPU only such rows can be computed
+        final = decode(
+            decoder, cache, tokens_b[is_used], positions_b[is_used], slots_b[is_used], length
+        )
+        return torch.cat([final, final.new_zeros(len(tokens_b) - len(final), final.shape[1])])
+
+    class AsOnAGpu(Generation):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self._on_gpu = True
+
+    monkeypatch.setattr(Decoder, "decode", decode_and_note)
+    monkeypatch.setattr(native, "Generation", AsOnAGpu)
+    model, few = make_model(), make_requests(5, max_new=(12, 9, 7, 5, 3))
+    engine = make_engine(model, max_num_seqs=64)
+    alone = engine.generate(few, SAMPLED)
+    sizes_alone = sizes.copy()
+    assert set(sizes_alone) == {5, 4, 2, 1}
+
+    engine.generate(make_requests(20), SAMPLED)
+    assert max(sizes) == 20
+    sizes.clear()
+    assert_same_completions(model, few, SAMPLED, engine.generate(few, SAMPLED), alone)
+    assert sizes == sizes_alone
 
 
 # Sessions

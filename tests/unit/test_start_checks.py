@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 import rolepool as rp
+from rolepool.config import load_config
 from rolepool.config.model_files import why_no_model
 from rolepool.errors import ConfigError
+from rolepool.trainer.start_checks import check_start
 
 Rolepool = Callable[..., Any]
 KEY = "actor_rollout_ref.model.path"
@@ -223,6 +225,28 @@ def test_the_gpus_of_a_local_run_are_counted(
     assert [line.startswith(str(problem)) for line in found] == [True] * (problem is not None), (
         outcome.err
     )
+
+
+def test_the_gpus_of_a_ray_that_the_program_has_started_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have other nodes, or count a GPU several times."""
+    monkeypatch.setattr("rolepool.config.fitting.num_gpus", lambda: 1)
+    monkeypatch.setattr("rolepool.trainer.start_checks.num_gpus", lambda: 1)
+    words = "trainer.device=auto trainer.n_gpus_per_node=4 trainer.nnodes=2"
+    loaded = load_config(["demo"], words.split())
+
+    def problems() -> list[str]:
+        try:
+            check_start(loaded)
+        except ConfigError as error:
+            return [problem.partition("=")[0] for problem in error.problems]
+        return []
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    assert problems() == ["trainer.nnodes", "trainer.n_gpus_per_node"]
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    assert problems() == []
 
 
 # Model paths

@@ -19,7 +19,8 @@ from rich.console import Console
 from synthetic_runs import write_run
 
 from commands import Outcome
-from rolepool.metrics.run_folder import RunFolder, State, last_lines
+from rolepool.metrics.run_folder import RunFolder, State
+from rolepool.metrics.run_rows import last_lines
 from rolepool.report.watch import LAST_STEPS, WatchedRun, lane
 
 

@@ -72,7 +72,10 @@ class GroupedScores(NamedTuple):
         which a small standard deviation would turn into an advantage; the mean of their differences
         to the lowest is exactly 0.
         """
-        weights = torch.ones_like(self.scores) if weights is None else weights.double()
+        if weights is None:
+            weights = torch.ones_like(self.scores)
+        else:
+            weights = weights.double()
         above = self.scores - self.over_groups(self.scores, "amin")
         totals = self.over_groups(weights, "sum").clamp(min=1)
         mean = self.over_groups(weights * above, "sum") / totals
@@ -103,7 +106,8 @@ def _by_group(
                 GroupedScores.of(token_level_rewards, response_mask, index), **options
             )
             advantages = keep_masked(rows.unsqueeze(-1).expand(response_mask.shape), response_mask)
-            advantages = masked_whiten(advantages, response_mask) if whiten else advantages
+            if whiten:
+                advantages = masked_whiten(advantages, response_mask)
             return (advantages.to(token_level_rewards.dtype),) * 2
 
         for name in names:
@@ -148,7 +152,9 @@ def compute_grpo_outcome_advantage(
     `grpo_vectorized` is another name for the same estimator.
     """
     centred = grouped.centred()
-    return centred / (grouped.deviations() + epsilon) if norm_adv_by_std_in_grpo else centred
+    if norm_adv_by_std_in_grpo:
+        return centred / (grouped.deviations() + epsilon)
+    return centred
 
 
 @_by_group("grpo_passk")
@@ -171,7 +177,9 @@ def compute_grpo_passk_outcome_advantage(
     second = torch.where(grouped.size_of_row == 1, 0.0, grouped.over_groups(others, "amax"))
     is_alone = is_best & (grouped.over_groups(is_best.double(), "sum") == 1)
     lead = torch.where(is_alone, centred - second, 0.0)
-    return lead / (grouped.deviations() + epsilon) if norm_adv_by_std_in_grpo else lead
+    if norm_adv_by_std_in_grpo:
+        return lead / (grouped.deviations() + epsilon)
+    return lead
 
 
 @_by_group("opo")
@@ -302,13 +310,15 @@ class KLController:
     """
 
     def __init__(self, keys: KlCtrlConfig) -> None:
-        self.keys, self.value = keys, keys.kl_coef
+        self.keys = keys
+        self.value = keys.kl_coef
 
     def update(self, current_kl: float, num_sequences: int) -> None:
         """Adapt the coefficient after a step with this KL and this number of sequences."""
         if self.keys.type == "fixed":
             return
-        target, horizon = self.keys.target_kl, self.keys.horizon
+        target = self.keys.target_kl
+        horizon = self.keys.horizon
         # One such step could make the coefficient zero or negative, which would reward a larger KL.
         if MAX_PROPORTIONAL_ERROR * num_sequences >= horizon:
             problem = f"algorithm.kl_ctrl.horizon={horizon}: too short for {num_sequences} sequences per step"
@@ -328,9 +338,11 @@ def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
     Tokens of the mask are moved together, so that the next column is the next time step and zeros
     follow the last one. Time is then the first axis, and each time step is one addition.
     """
-    rewards, values = keep_masked(rewards, mask), keep_masked(values, mask)
+    rewards = keep_masked(rewards, mask)
+    values = keep_masked(values, mask)
     order = mask.bool().logical_not().sort(dim=-1, stable=True).indices
-    rewards_tr, values_tr = rewards.gather(-1, order).T, values.gather(-1, order).T
+    rewards_tr = rewards.gather(-1, order).T
+    values_tr = values.gather(-1, order).T
     deltas_tr = rewards_tr - values_tr
     deltas_tr[:-1] += gamma * values_tr[1:]
     advantages_tr = deltas_tr.contiguous()

@@ -112,7 +112,9 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
             estimate = (torch.expm1(-clamped) + clamped).clamp(max=MAX_K3)
         case name:
             raise ValueError(f"unknown KL estimator {name!r}")
-    return estimate.detach() + (k2 - k2.detach()) if kl_penalty.endswith("+") else estimate
+    if kl_penalty.endswith("+"):
+        return estimate.detach() + (k2 - k2.detach())
+    return estimate
 
 
 def masked_kl_penalty(
@@ -139,7 +141,10 @@ class LossCounts(NamedTuple):
         """The counts of a whole mini-batch; loss_scale_factor is by default the width of the
         mask."""
         mask = response_mask.bool()
-        width = float(mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor
+        if loss_scale_factor is None:
+            width = float(mask.shape[-1])
+        else:
+            width = loss_scale_factor
         return cls(int(mask.sum()), int(mask.any(dim=-1).sum()), width)
 
 
@@ -158,8 +163,10 @@ def agg_loss(
     seq-mean-token-mean      1/N sum_i (1/n_i) sum_t m_it l_it
     seq-mean-token-sum-norm  1/N sum_i sum_t m_it l_it / loss_scale_factor       (Dr. GRPO)
     """
-    counts = LossCounts.of(loss_mask) if counts is None else counts
-    num_tokens, num_sequences = max(counts.num_tokens, 1), max(counts.num_sequences, 1)
+    if counts is None:
+        counts = LossCounts.of(loss_mask)
+    num_tokens = max(counts.num_tokens, 1)
+    num_sequences = max(counts.num_sequences, 1)
     if loss_agg_mode == "seq-mean-token-mean":
         return masked_mean(loss_mat, loss_mask, axis=-1).sum() / num_sequences
     divisors: dict[str, float] = {

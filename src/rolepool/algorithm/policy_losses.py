@@ -57,9 +57,8 @@ def _policy_loss(
     of a loss that does not use the key loss_agg_mode."""
 
     def registered(losses_of: TokenLosses) -> Callable[..., Loss]:
-        @wraps(
-            losses_of
-        )  # worker processes import the function under the name of the one that it replaces
+        # Worker processes import the function under the name of the one that it replaces.
+        @wraps(losses_of)
         def compute(
             old_log_prob: Tensor,
             log_prob: Tensor,
@@ -102,7 +101,8 @@ def compute_policy_loss_vanilla(
     and pg_clipfrac_lower is the fraction of tokens limited by c.
     """
     losses, is_clipped = _clipped(tokens, tokens.log_ratio.exp(), clip_ratio_low, clip_ratio_high)
-    bound, is_bad = -tokens.advantages * clip_ratio_c, tokens.advantages < 0
+    bound = -tokens.advantages * clip_ratio_c
+    is_bad = tokens.advantages < 0
     metrics = _clip_metrics(tokens, is_clipped, is_bad & (losses > bound))
     return torch.where(is_bad, torch.minimum(losses, bound), losses), metrics
 
@@ -171,7 +171,8 @@ def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: Any) ->
     Here the metric ppo_kl is the mean of |d|.
     """
     keys = config.policy_loss
-    distances, losses = tokens.log_ratio.abs(), -tokens.advantages * tokens.log_ratio.exp()
+    distances = tokens.log_ratio.abs()
+    losses = -tokens.advantages * tokens.log_ratio.exp()
     covariances = _covariances(tokens).masked_fill(~tokens.mask, -torch.inf).flatten()
     largest = covariances.sort(descending=True, stable=True).indices[
         : _quota(tokens, keys.kl_cov_ratio)
@@ -193,11 +194,10 @@ def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: Any) 
     tokens outside of the clip range with a positive advantage, pg_clipfrac_lower of those with a
     negative one.
     """
-    log_ratio, advantages = tokens.log_ratio, tokens.advantages
-    clipped, sign = (
-        log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high),
-        advantages.sign(),
-    )
+    log_ratio = tokens.log_ratio
+    advantages = tokens.advantages
+    clipped = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
+    sign = advantages.sign()
     held = sign * torch.minimum(sign * log_ratio, sign * clipped)
     mean_held, mean_advantage = (
         masked_mean(one, tokens.mask, axis=-1).unsqueeze(-1) for one in (held, advantages)
@@ -229,14 +229,18 @@ def _clipped(tokens: Tokens, ratio: Tensor, low: float, high: float) -> tuple[Te
 def _clip_metrics(
     tokens: Tokens, is_clipped: Tensor, is_clipped_below: Tensor | None = None
 ) -> dict[str, Tensor]:
-    below = torch.zeros_like(is_clipped) if is_clipped_below is None else is_clipped_below
+    if is_clipped_below is None:
+        below = torch.zeros_like(is_clipped)
+    else:
+        below = is_clipped_below
     return {"pg_clipfrac": is_clipped, "ppo_kl": -tokens.log_ratio, "pg_clipfrac_lower": below}
 
 
 def _covariances(tokens: Tokens) -> Tensor:
     """(A - mean A) (log_prob - mean log_prob), without gradient. Means are over the tokens of the
     micro-batch."""
-    advantages, log_prob = tokens.advantages, tokens.log_prob.detach()
+    advantages = tokens.advantages
+    log_prob = tokens.log_prob.detach()
     from_mean_log_prob = log_prob - masked_mean(log_prob, tokens.mask)
     return (advantages - masked_mean(advantages, tokens.mask)) * from_mean_log_prob
 

@@ -53,14 +53,17 @@ from rolepool.cluster.titles import keep_title, set_title
 from rolepool.config.functions import import_extensions, import_object
 from rolepool.errors import RolepoolError, WorkerError, logger
 from rolepool.metrics import Span
+from rolepool.placement.hardware import detect_gpu_memory
 from rolepool.placement.parallel import ParallelDims
-from rolepool.placement.plan import detect_gpu_memory
 from rolepool.protocol import Dispatch, Worker, WorkerContext
 from rolepool.protocol import worker as workers
 from rolepool.protocol.columns import INPUT_IDS, flat_values, is_ragged, num_bytes
 from rolepool.protocol.data import DataProto, tensordict_to_batch
 from rolepool.protocol.encoding import Encoded
 from rolepool.protocol.futures import Reply, encode_result
+from rolepool.protocol.out_of_memory import explain_out_of_memory, is_out_of_memory
+from rolepool.protocol.part_times import PartTimes, part
+from rolepool.protocol.random_state import random_state, set_random_state
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -332,12 +335,12 @@ class WorkerProcess:
         self._switch_random_state(call.role)
         share = None
         try:
-            with workers.PartTimes() as times:
+            with PartTimes() as times:
                 if call.role in self._failed_roles:
                     raise self._failed_roles[call.role]
                 worker = self._roles[call.role]
                 if call.args or call.kwargs:
-                    with workers.part("fetch"):
+                    with part("fetch"):
                         call, share = resolve_arguments(call, direct, stored)
                 method = getattr(worker, call.method)
                 result = method(*call.args, **call.kwargs)
@@ -385,9 +388,9 @@ class WorkerProcess:
         pid = os.getpid()
         method_and_place = f"{role}.{method}, node {self._address}, pid {pid}"
         who = f"{context.pool} rank {context.rank} ({method_and_place})"
-        if workers.is_out_of_memory(error):
+        if is_out_of_memory(error):
             remedies = self._roles[role].less_memory(method)
-            problems = workers.explain_out_of_memory(who, error, context.device, remedies)
+            problems = explain_out_of_memory(who, error, context.device, remedies)
         elif isinstance(error, RolepoolError):  # the message says what the user can change
             problems = [*error.problems[:-1], f"{error.problems[-1]}; in {who}"]
         else:
@@ -409,9 +412,9 @@ class WorkerProcess:
         draw."""
         if role == self._active_role:
             return
-        self._random_states[self._active_role] = workers.random_state()
+        self._random_states[self._active_role] = random_state()
         if role in self._random_states:
-            workers.set_random_state(self._random_states[role])
+            set_random_state(self._random_states[role])
         self._active_role = role
 
     def _span(self, role: str, method: str, queued_s: float, start_s: float) -> Span:

@@ -64,6 +64,11 @@ class Config(Section):
         """A reference is needed for a KL term, in the loss or in the reward."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
+    @property
+    def rows_of_step(self) -> int:
+        """Responses that a step samples and trains on."""
+        return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
+
 
 @dataclass(frozen=True)
 class Key:

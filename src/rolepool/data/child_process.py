@@ -64,9 +64,8 @@ class ChildProcess:
         reason = "unknown reason"
         if self._pid is None:
             return reason
-        with suppress(
-            ProcessLookupError, ChildProcessError
-        ):  # somebody else may have waited for it
+        # Somebody else may have waited for it.
+        with suppress(ProcessLookupError, ChildProcessError):
             os.kill(self._pid, signal.SIGTERM)
             code = os.waitstatus_to_exitcode(_wait_for(self._pid))
             reason = f"exit code {code}"
@@ -94,9 +93,8 @@ def _guard(parent: int, serve: Callable[[], None], close_channel: Callable[[], N
     started."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # ignored, the kernel would not keep how a child ended
+    # Ignored, the kernel would not keep how a child ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, GUARDED)
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -117,7 +115,8 @@ def _guard(parent: int, serve: Callable[[], None], close_channel: Callable[[], N
     while status is None and signal.sigwait(GUARDED) == signal.SIGCHLD:
         status = _reap(child)
     ended_now = _kill_descendants(child)
-    status = ended_now if status is None else status
+    if status is None:
+        status = ended_now
     code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
 
@@ -146,6 +145,7 @@ def _kill_descendants(child: int) -> int | None:
             with suppress(psutil.Error):
                 process.kill()
         ended = _reap(child)
-        status = ended if ended is not None else status
+        if ended is not None:
+            status = ended
         time.sleep(POLL_S)
     return status

@@ -43,15 +43,18 @@ class Demo:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.model, self.reward_model = folder / "model", folder / "reward_model"
-        self.train_file, self.val_file = folder / "train.jsonl", folder / "val.jsonl"
+        self.model = folder / "model"
+        self.reward_model = folder / "reward_model"
+        self.train_file = folder / "train.jsonl"
+        self.val_file = folder / "val.jsonl"
 
 
 def make_demo(folder: str | os.PathLike[str]) -> Demo:
     """The demo in this folder. Creates it if it does not exist, in a temporary folder that is then
     renamed."""
     demo = Demo(Path(folder))
-    place, marker = demo.folder, demo.folder / DEMO_MARKER
+    place = demo.folder
+    marker = demo.folder / DEMO_MARKER
     if marker.exists():
         return demo
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
@@ -105,9 +108,8 @@ def _write(demo: Demo) -> None:
 def _write_model(folder: Path, model_class: Any, **more: Any) -> None:
     folder.mkdir()
     for file in MODEL_FILES.iterdir():
-        shutil.copyfile(
-            file, folder / file.name
-        )  # without its permissions, because an installed file may be read-only
+        # Without its permissions, because an installed file may be read-only.
+        shutil.copyfile(file, folder / file.name)
     config = LlamaConfig.from_pretrained(folder, **more)
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):  # the caller's random state does not change

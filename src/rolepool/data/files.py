@@ -237,11 +237,10 @@ def _without_truth(
         problem = f"{place}: {name} is null, and {reason}; write an answer, or remove such rows{other_fix}"
     else:
         likely = likely_answer(row, config.data.prompt_key)
-        fix = (
-            "set data.answer_key to the column with the answers"
-            if likely is None
-            else f"set data.answer_key={likely}"
-        )
+        if likely is None:
+            fix = "set data.answer_key to the column with the answers"
+        else:
+            fix = f"set data.answer_key={likely}"
         problem = f"{place}: there is no ground truth, and {reason}; {fix}{other_fix}"
     return BadRow(f"{problem} (columns: {', '.join(row)})", TRUTH)
 
@@ -275,12 +274,13 @@ def _with_system_prompt(prompt: Any, system_prompt: str | None) -> Any:
     """A chat that begins with the system prompt, unless it begins with its own system message."""
     if system_prompt is None:
         return prompt
-    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return (
-        chat
-        if chat[0]["role"] == "system"
-        else [{"role": "system", "content": system_prompt}, *chat]
-    )
+    if isinstance(prompt, str):
+        chat = [{"role": "user", "content": prompt}]
+    else:
+        chat = prompt
+    if chat[0]["role"] == "system":
+        return chat
+    return [{"role": "system", "content": system_prompt}, *chat]
 
 
 # --- the formats --------------------------------------------------------------------------------------------------
@@ -298,7 +298,9 @@ class Rows(NamedTuple):
 def _rows_of_lines(file: Path, max_rows: int | None) -> Rows:
     """The rows of a JSONL file. Only the offset and the number (from 1) of each line are kept.
     Blank lines are not rows."""
-    starts, numbers, start = array("Q"), array("Q"), 0
+    starts = array("Q")
+    numbers = array("Q")
+    start = 0
     with file.open("rb") as lines:
         for line, text in enumerate(lines, start=1):
             if text.strip():
@@ -319,11 +321,10 @@ def _rows_of_lines(file: Path, max_rows: int | None) -> Rows:
             ValueError,
             RecursionError,
         ) as error:  # invalid JSON or UTF-8, or lists in lists without end
-            reason = (
-                "is nested too deeply"
-                if isinstance(error, RecursionError)
-                else f"is not JSON: {error}"
-            )
+            if isinstance(error, RecursionError):
+                reason = "is nested too deeply"
+            else:
+                reason = f"is not JSON: {error}"
             raise BadRow(f"{place}: {reason}; write one object per line", "not JSON") from error
         if not isinstance(row, dict):
             raise BadRow(
@@ -365,11 +366,10 @@ def open_rows(path: str, key: str, max_rows: int | None = None) -> Rows:
         # Not read_table, which reads `year=2024` in a folder's name as a column.
         parquet = pyarrow.parquet.ParquetFile(file, memory_map=True)
         first = islice(parquet.iter_batches(batch_size=max_rows or 1), 1)
-        table = (
-            parquet.read()
-            if max_rows is None
-            else pyarrow.Table.from_batches(first, parquet.schema_arrow)
-        )
+        if max_rows is None:
+            table = parquet.read()
+        else:
+            table = pyarrow.Table.from_batches(first, parquet.schema_arrow)
         return _rows_of_table(
             file, file.stem, table.num_rows, lambda number: table.slice(number, 1).to_pylist()[0]
         )
@@ -409,7 +409,10 @@ def _load_from_hub(path: str, key: str) -> Rows:
     with explained(f"{key}={path}: cannot be loaded", fix, ValueError, DatasetsError):
         if any((folder / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
             saved = datasets.load_from_disk(str(folder))
-            splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
+            if isinstance(saved, dict):
+                splits = saved
+            else:
+                splits = {str(saved.split or "train"): saved}
             if split not in splits:
                 raise ValueError(f"it has the splits {', '.join(splits)}")
             loaded = splits[split]

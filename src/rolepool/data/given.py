@@ -79,7 +79,10 @@ class DataFiles:
     def _has_started(self) -> bool:
         """Whether the run has written its config, which names the files."""
         config = self._run_folder / "config.yaml"
-        text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+        if config.is_file():
+            text = config.read_text(encoding="utf-8", errors="replace")
+        else:
+            text = ""
         return any(path.parent.name in text for path in self._new_files)
 
     def _remove(self) -> None:
@@ -99,7 +102,9 @@ class DataFiles:
 def _rows_of(given: Any) -> list[Any]:
     if hasattr(given, "to_list"):  # a dataset
         return list(given.to_list())
-    return list(given) if isinstance(given, Iterable) else [given]
+    if isinstance(given, Iterable):
+        return list(given)
+    return [given]
 
 
 def _as_json(row: Any, split: str, number: int) -> str:

@@ -51,7 +51,8 @@ def load_tokenizer(keys: PolicyModelConfig) -> PreTrainedTokenizerBase:
 def tokenizer_at(name: str, path: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The tokenizer at a path, which is the value of the key `name`. If it has no pad token, its
     end-of-sequence token is used."""
-    key, place = f"{name}={show(path)}", str(Path(str(path)).expanduser())
+    key = f"{name}={show(path)}"
+    place = str(Path(str(path)).expanduser())
     # OSError: files are missing. ValueError, KeyError: they belong to something else.
     with explained(
         f"{key}: no tokenizer can be loaded from there", "give a model folder", ValueError, KeyError
@@ -83,14 +84,17 @@ class PromptSet:
     ) -> None:
         """`reward` is the reward function that a Python program has given."""
         self.key = f"data.{split}_files"
-        self._config, self._data, self._tokenizer = config, config.data, tokenizer
+        self._config = config
+        self._data = config.data
+        self._tokenizer = tokenizer
         self._needs = needs_of(config, reward)
         self._template_options = template_options(config)
         self._files = [open_rows(path, self.key) for path in config.at(self.key)]
         self._ends = list(accumulate(file.num_rows for file in self._files))
         max_samples: int = config.at(f"data.{split}_max_samples")
         num_rows = sum(file.num_rows for file in self._files)
-        num_rows = min(num_rows, max_samples) if max_samples >= 0 else num_rows
+        if max_samples >= 0:
+            num_rows = min(num_rows, max_samples)
         if num_rows == 0:
             files = show(config.at(self.key))
             raise DataError(
@@ -205,10 +209,8 @@ class PromptSet:
         self, lengths: np.ndarray[Any, np.dtype[np.int64]]
     ) -> np.ndarray[Any, np.dtype[np.intp]]:
         """The numbers of the rows to use. Raises DataError if a prompt is too long to be used."""
-        longest, key = (
-            self._data.max_prompt_length,
-            f"data.max_prompt_length={self._data.max_prompt_length}",
-        )
+        longest = self._data.max_prompt_length
+        key = f"data.max_prompt_length={self._data.max_prompt_length}"
         overlong = np.flatnonzero(lengths > longest)
         if len(overlong) and self._data.filter_overlong_prompts:
             logger.warning(
@@ -225,7 +227,8 @@ class PromptSet:
                 )
             return np.flatnonzero(lengths <= longest)
         if len(overlong) and self._data.truncation == "error":
-            first, most = int(overlong[0]), lengths.max()
+            first = int(overlong[0])
+            most = lengths.max()
             problem = f"{self._parse(first)['origin']}: the prompt has {lengths[first]} tokens, more than {key}"
             others = (
                 f"{len(overlong)} of {len(lengths)} prompts are too long, the longest has {most}"
@@ -238,10 +241,8 @@ class PromptSet:
         """A row: its prompt and the columns that rewards need. `origin` is its place in the
         files."""
         index = bisect_right(self._ends, row_number)
-        file, number = (
-            self._files[index],
-            row_number - self._ends[index] + self._files[index].num_rows,
-        )
+        file = self._files[index]
+        number = row_number - self._ends[index] + self._files[index].num_rows
         origin, row = file.read(number)
         if check:
             check_row(origin, row, file.source, self._config, self._needs)
@@ -278,7 +279,10 @@ def render_chat(
     or up to the start of the answer. A prompt that is a plain string is returned unchanged."""
     if isinstance(prompt, str):
         return prompt
-    chat = prompt if answer is None else [*prompt, {"role": "assistant", "content": answer}]
+    if answer is None:
+        chat = prompt
+    else:
+        chat = [*prompt, {"role": "assistant", "content": answer}]
     try:
         text = str(
             tokenizer.apply_chat_template(
@@ -322,12 +326,10 @@ class PromptLoader:
             raise ConfigError(
                 f"data.train_batch_size={batch_size}: {problem}; use at most {len(prompts)}"
             )
-        self._prompts, self._batch_size, self._seed, self._shuffle = (
-            prompts,
-            batch_size,
-            seed,
-            shuffle,
-        )
+        self._prompts = prompts
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
         self._identity = {
             "num_rows": len(prompts),
             "digest": prompts.digest,
@@ -374,12 +376,14 @@ class PromptLoader:
         """Move to row `index` of an epoch, or to the next epoch if less than a batch is left in
         it."""
         if index + self._batch_size > len(self._prompts):
-            epoch, index = epoch + 1, 0
+            epoch = epoch + 1
+            index = 0
         if epoch != self.epoch:
             self._order = np.arange(len(self._prompts))
             if self._shuffle:
                 np.random.default_rng([self._seed, epoch]).shuffle(self._order)
-        self.epoch, self._index = epoch, index
+        self.epoch = epoch
+        self._index = index
 
 
 def validation_batches(prompts: PromptSet, batch_size: int | None = None) -> Iterator[DataProto]:
@@ -414,7 +418,8 @@ class RewardTexts:
     """The columns that `tokenize` reads."""
 
     def __init__(self, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> None:
-        self._policy, self._own = policy, own
+        self._policy = policy
+        self._own = own
 
     def check(self, prompts: PromptSet) -> None:
         """Raise BadRow if the reward model's template cannot write the first chat."""
@@ -435,7 +440,8 @@ class RewardTexts:
         ):
             is_chat = not isinstance(prompt, str)
             text = str(self._policy.decode(response if is_chat else ids, skip_special_tokens=True))
-            text = render_chat(self._own, prompt, origin, text) if is_chat else text
+            if is_chat:
+                text = render_chat(self._own, prompt, origin, text)
             rows.append({"is_chat": is_chat, "text": text})
         return list(tokenize(self._own, rows))
 
@@ -444,8 +450,10 @@ def reward_texts(config: Config, section: str, vocab_size: int) -> RewardTexts |
     """How texts are tokenized again for the reward model of a section, such as
     `reward_model.model`; None if it gets the policy's tokens. Raises ConfigError if it has too few
     tokens for that."""
-    keys, policy_keys = config.at(section), config.actor_rollout_ref.model
-    name, path = f"{section}.input_tokenizer", keys.input_tokenizer
+    keys = config.at(section)
+    policy_keys = config.actor_rollout_ref.model
+    name = f"{section}.input_tokenizer"
+    path = keys.input_tokenizer
     if path in (None, policy_keys.path):
         path = policy_keys.tokenizer
     policy = tokenizer_at(name, path, policy_keys.trust_remote_code)
@@ -460,6 +468,9 @@ def reward_texts(config: Config, section: str, vocab_size: int) -> RewardTexts |
             return RewardTexts(policy, own)
     if vocab_size < len(policy):
         what = f"it has {vocab_size} tokens, fewer than the policy ({len(policy)}), whose tokens it would get"
-        fix = f"do not set {name}=null" if has_tokenizer else "add its tokenizer to its folder"
+        if has_tokenizer:
+            fix = f"do not set {name}=null"
+        else:
+            fix = "add its tokenizer to its folder"
         raise ConfigError(f"{section}.path={keys.path}: {what}; {fix}")
     return None

@@ -105,9 +105,10 @@ def _dataset(setting: str, task: str, parameters: dict[str, Any]) -> Any:
 
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS, n=1)
-        meant = (
-            f"did you mean {close[0]}?" if close else f"some are {first_few(sorted(DATASETS), 5)}"
-        )
+        if close:
+            meant = f"did you mean {close[0]}?"
+        else:
+            meant = f"some are {first_few(sorted(DATASETS), 5)}"
         raise ConfigError(f"{setting}: reasoning-gym has no task {task}; {meant}")
     known = [field.name for field in fields(DATASETS[task][1])]
     unknown = [name for name in parameters if name not in known]
@@ -124,7 +125,8 @@ class _Items(Sequence[dict[str, Any]]):
     """The items of a generator as rows."""
 
     def __init__(self, dataset: Any, task: str) -> None:
-        self._dataset, self._task = dataset, task
+        self._dataset = dataset
+        self._task = task
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -37,7 +37,8 @@ class Retries:
     """Not the generator of the function, whose numbers must not depend on connections."""
 
     def __init__(self, keys: CustomRewardFunctionConfig) -> None:
-        self._keys, self._num_attempts = keys, 0
+        self._keys = keys
+        self._num_attempts = 0
         self._next_wait_s = FIRST_WAIT_S
         self._begin_s = self._attempt_s = time.monotonic()
 

@@ -144,7 +144,8 @@ def load_reward_function(
 ) -> RewardFunction | WeightedRewards:
     """The function that a Python program has given, or the functions of the config, or the built-in
     rules for data sources if there is neither."""
-    custom, entries = config.custom_reward_function, config.reward.functions
+    custom = config.custom_reward_function
+    entries = config.reward.functions
     if given is not None:
         file = Path(given.__code__.co_filename if inspect.isfunction(given) else "unknown file")
         setting = f"reward={custom.name}"

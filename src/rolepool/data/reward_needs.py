@@ -55,13 +55,13 @@ class Need(NamedTuple):
 def needs_of(config: Config, given: Callable[..., Any] | None = None) -> list[Need]:
     """What the user's functions need, if they score. `given` is a function of a Python program. A
     function whose text cannot be read needs nothing."""
-    custom, entries = config.custom_reward_function, config.reward.functions
+    custom = config.custom_reward_function
+    entries = config.reward.functions
     if config.reward_model.enable or config.environment.name is not None:
         return []
     if given is not None:
-        with suppress(
-            OSError, TypeError, SyntaxError
-        ):  # there is no text, as for a function of a C library
+        # There is no text, as for a function of a C library.
+        with suppress(OSError, TypeError, SyntaxError):
             text = textwrap.dedent(inspect.getsource(given))
             return _needs(text, given.__name__, config, custom.reward_kwargs)
         return []

@@ -45,7 +45,9 @@ class _Scorer(ChildProcess):
     def __init__(
         self, function: RewardFunction, keys: CustomRewardFunctionConfig, num_at_once: int
     ) -> None:
-        self._function, self._keys, self._num_at_once = function, keys, num_at_once
+        self._function = function
+        self._keys = keys
+        self._num_at_once = num_at_once
         self._silence_s = keys.timeout_s + (GRACE_S if function.is_async else 0.0)
         """Longest time without an outcome. An async function is stopped in the child, without
         losing its other calls, unless it does not let the child run."""
@@ -67,9 +69,8 @@ class _Scorer(ChildProcess):
 
     def begin(self, calls: dict[int, Call]) -> None:
         """Send calls to the child, which has none. A child that has died meanwhile is replaced."""
-        if (
-            self._pid is not None and self._channel.poll()
-        ):  # nothing but the end of the child can be there to read
+        # Nothing but the end of the child can be there to read.
+        if self._pid is not None and self._channel.poll():
             self._end_child()
         if self._pid is None:
             self._start_child()
@@ -93,7 +94,8 @@ class _Scorer(ChildProcess):
     def end(self) -> tuple[str, dict[int, Call], dict[int, Call]]:
         """Stop the child. Returns how it ended, maybe before, the calls that it had begun and the
         others."""
-        calls, self._unfinished = list(self._unfinished.items()), {}
+        calls = list(self._unfinished.items())
+        self._unfinished = {}
         reason = self._end_child()
         return reason, dict(calls[: self._num_at_once]), dict(calls[self._num_at_once :])
 
@@ -220,8 +222,13 @@ class ScoringProcesses:
     def __init__(
         self, function: RewardFunction, keys: CustomRewardFunctionConfig, num_at_once: int = 1
     ) -> None:
-        self._function, self._keys, self._is_tolerant = function, keys, keys.on_error == "zero"
-        num_children, num_in_child = (1, num_at_once) if function.is_async else (num_at_once, 1)
+        self._function = function
+        self._keys = keys
+        self._is_tolerant = keys.on_error == "zero"
+        if function.is_async:
+            num_children, num_in_child = (1, num_at_once)
+        else:
+            num_children, num_in_child = (num_at_once, 1)
         if function.takes_batches:
             num_children = 1
         self._children = [_Scorer(function, keys, num_in_child) for _ in range(num_children)]
@@ -258,7 +265,10 @@ class ScoringProcesses:
         current = _Round(calls)
         while not current.is_over:
             for child in self._children:
-                next_calls = current.next_calls(len(self._children)) if child.is_idle else {}
+                if child.is_idle:
+                    next_calls = current.next_calls(len(self._children))
+                else:
+                    next_calls = {}
                 if next_calls:
                     child.begin(next_calls)
             busy = [child for child in self._children if not child.is_idle]

@@ -107,7 +107,9 @@ def _with_columns(
 def _completion(row: Row) -> Any:
     """The response in the form of its prompt."""
     text = row.inputs["solution_str"]
-    return text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
+    if isinstance(row.prompt, str):
+        return text
+    return [{"role": "assistant", "content": text}]
 
 
 def check_signature(
@@ -118,7 +120,8 @@ def check_signature(
     and its value."""
     if not _has_signature(function):  # builtins and C functions
         return
-    parameters, style = _parameters(function), style_of(function)
+    parameters = _parameters(function)
+    style = style_of(function)
     always = INPUTS if style is Style.RESPONSE else OWN_LISTS[style]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for argument, value in kwargs.items():
@@ -136,9 +139,8 @@ def check_signature(
         extra = ", ".join(missing) or "the columns of the data"
         fix = f"add **kwargs to its parameters, because it is called as {call}"
         raise ConfigError(f"{setting}: {name} does not take {extra}; {fix}")
-    if (
-        style is Style.COMPLETIONS
-    ):  # a further parameter is a column, which is looked for in the rows
+    # A further parameter is a column, which is looked for in the rows.
+    if style is Style.COMPLETIONS:
         return
     for parameter in required_parameters(function):
         if parameter not in always and parameter not in kwargs:
@@ -175,4 +177,6 @@ def _has_signature(function: Callable[..., Any]) -> bool:
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """The parameters by name; none if Python cannot tell, as for some functions written in C."""
-    return inspect.signature(function).parameters if _has_signature(function) else {}
+    if _has_signature(function):
+        return inspect.signature(function).parameters
+    return {}

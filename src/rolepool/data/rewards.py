@@ -77,12 +77,15 @@ class RewardFunction:
         answer_key: str | None = None,
         is_one_of_several: bool = False,
     ) -> None:
-        self._function, self._file, self._answer_key = function, file, answer_key
+        self._function = function
+        self._file = file
+        self._answer_key = answer_key
         self._may_leave_out = is_one_of_several and style_of(function) is not Style.RESPONSE
         self.name, self.is_users = name, file is not None
         """Its name in error messages, which includes the key and the file of a user's function, and
         whether it runs code of the user."""
-        self.style, self.is_async = style_of(function), is_async(function)
+        self.style = style_of(function)
+        self.is_async = is_async(function)
 
     @property
     def takes_batches(self) -> bool:
@@ -140,7 +143,10 @@ class RewardFunction:
     def _read(self, result: Any, call: Call) -> list[Scored]:
         """What a call returned for each of its rows."""
         try:
-            results = _as_list(result, len(call)) if self.takes_batches else [result]
+            if self.takes_batches:
+                results = _as_list(result, len(call))
+            else:
+                results = [result]
         except TypeError as error:
             raise RewardError(f"{self.name}: {error}, {self.place_of(call)}") from error
         return [self._read_row(of_row, row) for of_row, row in zip(results, call, strict=True)]
@@ -194,7 +200,9 @@ class WeightedRewards:
             raise RewardError(
                 f"reward.functions: all functions returned None, for {row.name}; {fix}"
             )
-        total, numbers, pred = 0.0, dict[str, float](), None
+        total = 0.0
+        numbers = dict[str, float]()
+        pred = None
         failures = [scored.numbers[FAILED] for scored in of_row if FAILED in scored.numbers]
         if any(failures):
             return Scored(0.0, {FAILED: 1.0})
@@ -205,7 +213,8 @@ class WeightedRewards:
             numbers[name] = scored.score
             others = {other: value for other, value in scored.numbers.items() if other != FAILED}
             numbers |= {f"{name}/{other}": value for other, value in others.items()}
-            pred = scored.pred if pred is None else pred
+            if pred is None:
+                pred = scored.pred
         if failures:
             numbers[FAILED] = 0.0
         return Scored(total, numbers, pred)
@@ -232,7 +241,10 @@ def with_overlong_penalty(scored: Scored, num_tokens: int, keys: RewardKwargsCon
     buffer = keys.overlong_buffer_cfg
     num_free_tokens = keys.max_resp_len - buffer.len
     penalty = min((num_free_tokens - num_tokens) / buffer.len * buffer.penalty_factor, 0.0)
-    logged = {"overlong_reward": penalty, "overlong": float(penalty < 0)} if buffer.log else {}
+    if buffer.log:
+        logged = {"overlong_reward": penalty, "overlong": float(penalty < 0)}
+    else:
+        logged = {}
     return Scored(scored.score + penalty, scored.numbers | logged, scored.pred)
 
 

@@ -41,14 +41,18 @@ _TABLES = read_table(Path(__file__).with_suffix(".yaml"), Tables)
 def exact_match(solution_str: str, ground_truth: Any) -> float:
     """1 if the response is the ground truth, or is in the list of ground truths; surrounding white
     space is ignored."""
-    accepted = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    if isinstance(ground_truth, list | tuple):
+        accepted = ground_truth
+    else:
+        accepted = [ground_truth]
     return float(solution_str.strip() in [str(answer).strip() for answer in accepted])
 
 
 def position_match(solution_str: str, ground_truth: Any) -> float:
     """The fraction of words that are correct and in the correct place; missing and extra words
     count as wrong."""
-    given, wanted = solution_str.split(), str(ground_truth).split()
+    given = solution_str.split()
+    wanted = str(ground_truth).split()
     num_right = sum(a == b for a, b in zip(given, wanted, strict=False))
     return num_right / max(len(given), len(wanted), 1)
 
@@ -110,7 +114,9 @@ def normalize_latex(answer: str) -> str:
     cm.` and `5`."""
     for pattern, replacement in _TABLES.same_meaning:
         answer = re.sub(pattern, replacement, answer)
-    return re.sub(r"[{},]", "", answer) if _THOUSANDS.fullmatch(answer) else answer
+    if _THOUSANDS.fullmatch(answer):
+        return re.sub(r"[{},]", "", answer)
+    return answer
 
 
 def boxed_answer(text: str) -> str | None:
@@ -130,10 +136,12 @@ def math_boxed(solution_str: str, ground_truth: Any) -> float:
 
     The ground truth may also be a solution that contains a boxed answer.
     """
-    wanted, answer = _expected(ground_truth, "math"), boxed_answer(solution_str)
+    wanted = _expected(ground_truth, "math")
+    answer = boxed_answer(solution_str)
     if answer is None:
         return 0.0
-    found, truth = normalize_latex(answer), normalize_latex(wanted)
+    found = normalize_latex(answer)
+    truth = normalize_latex(wanted)
     if found == truth:
         return 1.0
     with suppress(InvalidOperation):
@@ -228,7 +236,9 @@ def tagged_answer(text: str) -> str | None:
     """What is between the last `<answer>` and `</answer>`; None if a tag is missing."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
-    return text[start + len("<answer>") : end] if start >= 0 else None
+    if start >= 0:
+        return text[start + len("<answer>") : end]
+    return None
 
 
 def think_format(solution_str: str, ground_truth: Any = None) -> float:
@@ -252,7 +262,10 @@ def _graded(answer: str, is_right: bool) -> dict[str, float | str]:
 
 def _accepted(ground_truth: Any, rule: str) -> list[str]:
     """The accepted answers. Raises DataError if there is none."""
-    truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    if isinstance(ground_truth, list | tuple):
+        truths = ground_truth
+    else:
+        truths = [ground_truth]
     texts = [
         boxed_answer(str(truth)) or strict_answer(str(truth)) or str(truth) for truth in truths
     ]
@@ -288,10 +301,11 @@ def reasoning_gym(
     Verifiers expect the answer alone: what is between the last `<answer>` tags, or else the last
     number if the ground truth is a number, or else the whole response.
     """
+    # Not before it is needed, because the package is slow.
     from rolepool.data.reasoning_gym import (
         ENTRY,
         verify,
-    )  # not before it is needed, because the package is slow
+    )
 
     entry = (extra_info or {}).get(ENTRY)
     if not isinstance(entry, dict):
@@ -299,7 +313,10 @@ def reasoning_gym(
     truth = str(ground_truth).strip()
     answer = tagged_answer(solution_str)
     if answer is None:
-        answer = last_number_in(solution_str) if last_number_in(truth) == truth else solution_str
+        if last_number_in(truth) == truth:
+            answer = last_number_in(solution_str)
+        else:
+            answer = solution_str
     return {"score": verify(answer.strip(), entry), "pred": answer.strip()}
 
 

@@ -24,7 +24,8 @@ from rolepool.config.run_keys import EnvironmentConfig
 from rolepool.data.child_process import ChildProcess
 from rolepool.errors import explained, one_line
 
-RESET, GET_REWARD = "reset", "get_reward"
+RESET = "reset"
+GET_REWARD = "get_reward"
 
 
 class Outcome(NamedTuple):
@@ -36,9 +37,10 @@ class Outcome(NamedTuple):
 
 def tools_of(environment: Any) -> list[str]:
     """The names of the tools of a class: its other public methods. A function has none."""
-    methods = (
-        inspect.getmembers(environment, inspect.isfunction) if inspect.isclass(environment) else []
-    )
+    if inspect.isclass(environment):
+        methods = inspect.getmembers(environment, inspect.isfunction)
+    else:
+        methods = []
     return [
         name for name, _ in methods if not name.startswith("_") and name not in (RESET, GET_REWARD)
     ]
@@ -48,7 +50,8 @@ def template_options(config: Config) -> dict[str, Any]:
     """The options of the chat template for prompts: those of the config, and the schemas of the
     environment's tools."""
     environment = import_environment(config.environment.path, config.environment.name)
-    options, schemas = dict(config.data.apply_chat_template_kwargs), []
+    options = dict(config.data.apply_chat_template_kwargs)
+    schemas = []
     for name in tools_of(environment):
         fix = "write a docstring with a line for each argument under Args:, and type hints"
         tool = f"environment.name={config.environment.name}: the tool {name}"
@@ -76,7 +79,8 @@ class ToolProcess(ChildProcess):
     replaced."""
 
     def __init__(self, keys: EnvironmentConfig) -> None:
-        self._timeout_s, self._memory_bytes = keys.timeout_s, int(keys.memory_gb * 2**30)
+        self._timeout_s = keys.timeout_s
+        self._memory_bytes = int(keys.memory_gb * 2**30)
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Outcome:
         if self._pid is None:
@@ -95,7 +99,8 @@ class ToolProcess(ChildProcess):
             raise
 
     async def _has_answered(self) -> None:
-        loop, fd = asyncio.get_running_loop(), self._channel.fileno()
+        loop = asyncio.get_running_loop()
+        fd = self._channel.fileno()
         came = asyncio.Event()
         loop.add_reader(fd, came.set)
         try:

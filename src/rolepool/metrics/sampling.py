@@ -4,7 +4,7 @@ and psutil."""
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
 from typing import Any, NamedTuple, NotRequired
@@ -81,79 +81,103 @@ class NodeMonitor:
         self, node: str, watched: Sequence[Watched], roles: Mapping[str, list[str]]
     ) -> None:
         self._node = node
-        self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self._samples: deque[dict[str, object]] = deque(maxlen=MAX_SAMPLES)
         self.watch(watched, roles)
         once_per_second(lambda: self._samples.append(self.sample()))
 
     def watch(self, watched: Sequence[Watched], roles: Mapping[str, list[str]]) -> None:
         """Sample these processes from now on."""
-        processes = {one: psutil.Process(one.pid) for one in watched if psutil.pid_exists(one.pid)}
-        for process in processes.values():
-            process.cpu_percent()  # the next call measures from here
-        indices = sorted({one.gpu for one in watched if one.gpu is not None})
-        if indices:
-            pynvml.nvmlInit()
-        self._gpus: dict[int, Any] = {
-            index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices
-        }
-        self._roles, self._processes = roles, processes
+        processes: dict[Watched, psutil.Process] = {}
+        for member in watched:
+            if psutil.pid_exists(member.pid):
+                process = psutil.Process(member.pid)
+                process.cpu_percent()  # the next call measures from here
+                processes[member] = process
+        self._gpus = _handles({member.gpu for member in watched if member.gpu is not None})
+        self._roles = roles
+        self._processes = processes
 
-    def take(self) -> list[dict[str, Any]]:
+    def take(self) -> list[dict[str, object]]:
         """The samples since the last call."""
+        # Not `list` and `clear`, because the thread may add a sample in between.
         return [self._samples.popleft() for _ in range(len(self._samples))]
 
-    def sample(self) -> dict[str, Any]:
+    def sample(self) -> dict[str, object]:
         """What the GPUs use now, and the processes that are still running."""
-        gpus, processes = [], []
+        gpus = self._sample_gpus()
+        processes = self._sample_processes()
+        return {"time_s": time.time(), "node": self._node, "gpus": gpus, "processes": processes}
+
+    def _sample_gpus(self) -> list[dict[str, object]]:
+        gpus: list[dict[str, object]] = []
         for index, handle in self._gpus.items():
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            sizes = {"memory_bytes": int(memory.used), "memory_total_bytes": int(memory.total)}
-            utilization = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-            power_w = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
-            pools = sorted({one.pool for one in self._processes if one.gpu == index})
-            gpus.append(
-                {
-                    "index": index,
-                    "utilization": utilization,
-                    **sizes,
-                    "power_w": power_w,
-                    "pools": pools,
-                }
-            )
+            pools = {member.pool for member in self._processes if member.gpu == index}
+            with suppress(pynvml.NVMLError):  # the GPU has failed, or cannot tell one of these
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+                gpus.append(
+                    {
+                        "index": index,
+                        "utilization": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+                        "memory_bytes": int(memory.used),
+                        "memory_total_bytes": int(memory.total),
+                        "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+                        "pools": sorted(pools),
+                    }
+                )
+        return gpus
+
+    def _sample_processes(self) -> list[dict[str, object]]:
+        processes: list[dict[str, object]] = []
         for (pid, pool, rank, _), process in self._processes.items():
             with suppress(psutil.Error):  # the process has ended
-                used = {
-                    "cpu_percent": process.cpu_percent(),
-                    "memory_bytes": process.memory_info().rss,
-                }
                 processes.append(
                     {
                         "pid": pid,
                         "pool": pool,
                         "rank": rank,
                         "roles": self._roles.get(pool, []),
-                        **used,
+                        "cpu_percent": process.cpu_percent(),
+                        "memory_bytes": process.memory_info().rss,
                     }
                 )
-        return {"time_s": time.time(), "node": self._node, "gpus": gpus, "processes": processes}
+        return processes
+
+
+def _handles(indices: Collection[int]) -> dict[int, Any]:
+    """NVML's handles of the GPUs with these indices.
+
+    A GPU that NVML does not know is left out, because Ray can be told to count more GPUs than the
+    node has, and a container may hide some of them from NVML.
+    """
+    handles: dict[int, Any] = {}
+    if not indices:
+        return handles
+    with suppress(pynvml.NVMLError):  # no driver
+        pynvml.nvmlInit()
+        for index in sorted(indices):
+            with suppress(pynvml.NVMLError):
+                handles[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
+    return handles
 
 
 def pool_use(sample: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Mean utilization (%) and peak memory (GiB) of each pool, from its GPUs, or from its processes
     if it has no GPU (100% is one core)."""
-    gpus, processes = defaultdict(list), defaultdict(list)
+    of_gpus: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for gpu in sample["gpus"]:
         for pool in gpu["pools"]:
-            gpus[pool].append((gpu["utilization"], gpu["memory_bytes"]))
+            of_gpus[pool].append((gpu["utilization"], gpu["memory_bytes"]))
+    of_processes: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for process in sample["processes"]:
-        processes[process["pool"]].append((process["cpu_percent"], process["memory_bytes"]))
-    return {
-        pool: (
-            fmean(percent for percent, _ in used),
-            max(num_bytes for _, num_bytes in used) / 2**30,
-        )
-        for pool, used in {**processes, **gpus}.items()
-    }
+        used = (process["cpu_percent"], process["memory_bytes"])
+        of_processes[process["pool"]].append(used)
+
+    uses = {}
+    for pool, amounts in {**of_processes, **of_gpus}.items():
+        percent = fmean(percent for percent, _ in amounts)
+        num_bytes = max(num_bytes for _, num_bytes in amounts)
+        uses[pool] = (percent, num_bytes / 2**30)
+    return uses
 
 
 def pool_utilization(samples: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -34,7 +34,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -49,7 +49,8 @@ from transformers import PreTrainedModel
 from rolepool.errors import ConfigError, RolepoolError, explained, first_few, logger
 from rolepool.models.ranks import rank_and_count
 from rolepool.models.training import TrainedModel
-from rolepool.protocol.worker import random_state, set_random_state
+from rolepool.models.weights import weights_of
+from rolepool.protocol.random_state import random_state, set_random_state
 from rolepool.reading import open_regular, parse_json, read_small
 
 FILE_BYTES = 2**30
@@ -193,15 +194,6 @@ def snapshot_number(files: Sequence[Path]) -> int | None:
     return None
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and buffers by name; tied weights are listed once."""
-    # Reading the state dict also makes FSDP2 reshard parameters that a forward pass gathered.
-    weights: dict[str, Tensor] = model.state_dict()
-    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied = every_name - {name for name, _ in model.named_parameters()}
-    return {name: weight for name, weight in weights.items() if name not in tied}
-
-
 def all_tensors(trained: TrainedModel) -> dict[str, Tensor]:
     """Weights, buffers and optimizer states by the name under which they are saved; tied weights
     are listed once."""
@@ -233,7 +225,8 @@ def _misfits(saved: Saved, trained: TrainedModel) -> Iterator[str]:
         if name not in saved:
             yield f"{name} is not saved, but the model has it"
             continue
-        size, dtype = saved[name].size, saved[name].properties.dtype
+        size = saved[name].size
+        dtype = saved[name].properties.dtype
         if size != tensor.shape or (dtype != tensor.dtype and not name.endswith(f"/{STEP}")):
             has = f"{list(tensor.shape)} {tensor.dtype}"
             yield f"{name} is {list(size)} {dtype}, but the model has {has}".replace("torch.", "")
@@ -250,7 +243,8 @@ def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
     counts = {int(match[1]) for match in matches if match is not None}
     if not counts:
         raise ConfigError(f"{folder}: not a saved role; it has no rank_*_of_*.json")
-    ranks, fix = [], "copy the checkpoint again"
+    ranks = []
+    fix = "copy the checkpoint again"
     for rank in range(min(counts)):
         file = folder / rank_file(rank, min(counts))
         with explained(f"{file}: not a valid rank file", fix, *_INVALID), ExitStack() as restored:
@@ -326,7 +320,10 @@ def _is_read(file: Path) -> bool:
 def _missing_hash(file: Path) -> str:
     """The problem that no list of hashes has this file, and what to do about it."""
     what = f"{file}: damaged, because no list has its hash (a {_HASHES} file is missing, empty or incomplete)"
-    names = "trainer.json" if file.name == "trainer.json" else "*.json *.safetensors"
+    if file.name == "trainer.json":
+        names = "trainer.json"
+    else:
+        names = "*.json *.safetensors"
     by_hand = f"run `sha256sum {names} > hashes{_HASHES}` in {file.parent}"
     return f"{what}; copy the checkpoint again, or, if you are sure that it is complete and right, {by_hand}"
 
@@ -388,9 +385,8 @@ def export_hf(
         raise ConfigError(f"{out_dir}: already exists; export into a new folder")
     _, saved = _read_saved(folder)
     check_hashes(folder)
-    kept = {
-        name: tensor for name, tensor in saved.items() if "/" not in name
-    }  # no optimizer states
+    # No optimizer states.
+    kept = {name: tensor for name, tensor in saved.items() if "/" not in name}
     weights = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
         for name, tensor in kept.items()
@@ -499,7 +495,10 @@ def checkpoint_to_resume(run_dir: Path, check: Check) -> Path | None:
             return folder
         problems.append(f"{folder}: {problem}")
     if problems:
-        number = "the only checkpoint" if len(problems) == 1 else f"all {len(problems)} checkpoints"
+        if len(problems) == 1:
+            number = "the only checkpoint"
+        else:
+            number = f"all {len(problems)} checkpoints"
         what = f"{number} of {run_dir} cannot be used, and nothing was changed"
         fix = "repair one, or set trainer.resume_mode=disable to start a new run (this one is moved to `earlier/`)"
         raise ConfigError([f"trainer.resume_mode=auto: {what}; {fix}", *problems])

@@ -52,11 +52,10 @@ def rank_order(
     for rows in by_rows(len(lengths), rows_per_mini_batch):
         assert len(rows) % num_ranks == 0
         size = len(rows) // num_ranks
-        parts = (
-            balanced([lengths[row] for row in rows], num_ranks, size)
-            if balance
-            else by_rows(len(rows), size)
-        )
+        if balance:
+            parts = balanced([lengths[row] for row in rows], num_ranks, size)
+        else:
+            parts = by_rows(len(rows), size)
         for of_rank, part in zip(rows_of_rank, parts, strict=True):
             of_rank.extend(rows[0] + row for row in part)
     return np.concatenate([np.asarray(rows, dtype=np.int64) for rows in rows_of_rank])

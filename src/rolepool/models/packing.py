@@ -44,9 +44,10 @@ tensor."""
 
 # Newer versions of torch need this if keys have fewer heads than queries; older versions do not
 # have the argument.
-_GROUPED: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    _GROUPED: dict[str, Any] = {"enable_gqa": True}
+else:
+    _GROUPED = {}
 
 
 def on_device(tensor: Tensor, device: str | torch.device) -> Tensor:
@@ -61,7 +62,9 @@ def kept_mask(batch: Mapping[str, Tensor]) -> Tensor:
     """[rows, longest response]: the response tokens that count in losses; none of a row that pads
     the batch."""
     mask = sampled_mask(batch, ragged_parts(batch[INPUT_IDS])[1].diff() - batch[NUM_PROMPT_TOKENS])
-    return mask if IS_PADDING_KEY not in batch else mask & ~batch[IS_PADDING_KEY][:, None]
+    if IS_PADDING_KEY not in batch:
+        return mask
+    return mask & ~batch[IS_PADDING_KEY][:, None]
 
 
 class TokenRows:
@@ -218,7 +221,8 @@ class LinearLogProbs:
         self, max_logits: int, compiled: Callable[..., Any] = lambda function: function
     ) -> None:
         self.max_logits = max_logits
-        self.score, self.differentiate = compiled(_score), compiled(_differentiate)
+        self.score = compiled(_score)
+        self.differentiate = compiled(_differentiate)
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
@@ -254,10 +258,10 @@ class _Function(torch.autograd.Function):
             scores = how.score(hidden[piece], weight, labels[piece], temperature)
             log_sums[piece], log_probs[piece], entropies[piece] = scores
         ctx.save_for_backward(hidden, weight, labels, log_sums, entropies)
-        ctx.temperature, ctx.how = temperature, how
-        ctx.set_materialize_grads(
-            False
-        )  # the entropies' gradient is half the work and seldom needed
+        ctx.temperature = temperature
+        ctx.how = how
+        # The entropies' gradient is half the work and seldom needed.
+        ctx.set_materialize_grads(False)
         return log_probs, entropies
 
     @staticmethod
@@ -266,15 +270,20 @@ class _Function(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, labels, log_sums, entropies = ctx.saved_tensors
         of_log_probs, of_entropies = grads
-        of_log_probs = torch.zeros_like(log_sums) if of_log_probs is None else of_log_probs
+        if of_log_probs is None:
+            of_log_probs = torch.zeros_like(log_sums)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Summed in float32, because in 16 bits the last of many pieces would be lost.
-        grad_weight = (
-            torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
-        )
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=log_sums.dtype)
+        else:
+            grad_weight = None
         for piece in ctx.how.pieces(len(hidden), len(weight)):
             per_token = (tensor[piece] for tensor in (labels, log_sums, entropies, of_log_probs))
-            of_entropies_here = None if of_entropies is None else of_entropies[piece]
+            if of_entropies is None:
+                of_entropies_here = None
+            else:
+                of_entropies_here = of_entropies[piece]
             grad_logits = ctx.how.differentiate(
                 hidden[piece], weight, ctx.temperature, *per_token, of_entropies_here
             )
@@ -358,11 +367,9 @@ def precise(numbers: Tensor) -> Tensor:
 
 @cache
 def _linear_log_probs(on_gpu: bool) -> LinearLogProbs:
-    return (
-        LinearLogProbs(LOGITS_AT_ONCE, compiled_for_weight)
-        if on_gpu
-        else LinearLogProbs(LOGITS_AT_ONCE_UNCOMPILED)
-    )
+    if on_gpu:
+        return LinearLogProbs(LOGITS_AT_ONCE, compiled_for_weight)
+    return LinearLogProbs(LOGITS_AT_ONCE_UNCOMPILED)
 
 
 # Attention within packed sequences
@@ -407,11 +414,13 @@ def _padded_attention(
     """The same on a CPU: one call for all sequences whose lengths are between two powers of two."""
     lengths = starts.diff()
     sizes = lengths.float().log2().ceil()
-    outputs, places = [], []
+    outputs = []
+    places = []
     for size in sizes.unique():
         is_here = sizes == size
         length = int(lengths[is_here].max())
-        columns_l, mask = torch.arange(length, device=starts.device), None
+        columns_l = torch.arange(length, device=starts.device)
+        mask = None
         # Sequences are padded at their ends, so no real token attends to padding.
         real_nl = columns_l < lengths[is_here][:, None]
         places_nl = torch.where(real_nl, starts[:-1][is_here][:, None] + columns_l, 0)

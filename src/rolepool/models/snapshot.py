@@ -67,9 +67,8 @@ class SnapshotWriter:
         try:
             self._write(folder, number)
         except (OSError, SafetensorError) as error:
-            is_removed = not folder.parents[
-                1
-            ].exists()  # because the run ends, or by somebody; its keeper sees that
+            # Because the run ends, or by somebody; its keeper sees that.
+            is_removed = not folder.parents[1].exists()
             if not (self._has_warned or is_removed):
                 logger.warning(
                     "a snapshot is missing, because %s cannot be written: %s",
@@ -87,9 +86,8 @@ class SnapshotWriter:
             self._close(file)
         rank, num_ranks = rank_and_count()
         shard, own_file = snapshot_files(folder, rank, num_ranks)
-        own_file.unlink(
-            missing_ok=True
-        )  # from now on, the earlier snapshot in this folder is not complete
+        # From now on, the earlier snapshot in this folder is not complete.
+        own_file.unlink(missing_ok=True)
         tensors = all_tensors(self._trained)
         parts = own_parts(tensors)
         copies = self._opened(shard, tensors, parts)
@@ -118,10 +116,11 @@ class SnapshotWriter:
     def _made(
         self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]
     ) -> OpenFile:
+        # Not those above, which are removed when the run ends.
         for folder in (
             path.parent.parent,
             path.parent,
-        ):  # not those above, which are removed when the run ends
+        ):
             folder.mkdir(exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)
         offsets = {name: {"saved_offsets": _offset(tensors[name])} for name in parts}
@@ -131,14 +130,12 @@ class SnapshotWriter:
                 copies, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
             )
         except BaseException:
-            path.unlink(
-                missing_ok=True
-            )  # a part of a file would take the room that the next snapshot needs
+            # A part of a file would take the room that the next snapshot needs.
+            path.unlink(missing_ok=True)
             raise
         memory, views = _mapped(path, copies)
-        if (
-            self._trained.device != "cpu"
-        ):  # the GPU copies only to pinned memory while it goes on with other work
+        # The GPU copies only to pinned memory while it goes on with other work.
+        if self._trained.device != "cpu":
             torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         names = [(name, part.shape) for name, part in parts.items()]
         return OpenFile(path, names, memory, views, path.stat().st_ino)
@@ -187,7 +184,8 @@ def _mapped(path: Path, tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, T
     """The memory of a safetensors file, and its tensors as views of that memory."""
     memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
     size = int(memory[:8].view(torch.int64))
-    header, start = json.loads(bytes(memory[8 : 8 + size].numpy())), 8 + size
+    header = json.loads(bytes(memory[8 : 8 + size].numpy()))
+    start = 8 + size
     views = {}
     for name, tensor in tensors.items():
         first, end = (start + offset for offset in header[name]["data_offsets"])

@@ -23,7 +23,7 @@ from rolepool.errors import RolepoolError
 from rolepool.models.ranks import whole
 from rolepool.models.sharding import shard
 from rolepool.placement.parallel import ParallelDims
-from rolepool.protocol.worker import part, work_of
+from rolepool.protocol.part_times import part, work_of
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
 """The loss of some rows, and metrics. Summed over micro-batches and ranks they are those of the

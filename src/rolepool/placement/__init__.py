@@ -2,7 +2,8 @@
 ray."""
 
 from rolepool.placement.parallel import ParallelDims
-from rolepool.placement.plan import Plan, ResourcePool, ResourcePoolManager, build_plan
+from rolepool.placement.plan import Plan, ResourcePool, ResourcePoolManager
 from rolepool.placement.roles import Role
+from rolepool.placement.strategies import build_plan
 
 __all__ = ["ParallelDims", "Plan", "ResourcePool", "ResourcePoolManager", "Role", "build_plan"]

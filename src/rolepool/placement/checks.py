@@ -33,8 +33,9 @@ from rolepool.placement.estimate import (
     peak_by_role,
 )
 from rolepool.placement.parallel import WHOLE_POOL, shard_key
-from rolepool.placement.plan import Plan, build_plan
+from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, Role, longest_row, model_of
+from rolepool.placement.strategies import build_plan
 from rolepool.units import show_bytes
 
 MAX_ADVICE = 4
@@ -55,19 +56,17 @@ Trials = Callable[[Iterable[Changes]], Iterator[tuple[Changes, MemoryEstimate]]]
 def find_problems(config: Config, plan: Plan) -> list[str]:
     """One line for each check that fails. An empty list means that the plan can run."""
     reported: set[tuple[str, int]] = set()
-    return lines_of(
-        *(_groups(config, plan, role) for role in plan.roles),
-        *(_micro_batches(config, plan, role) for role in plan.roles),
-        *(_batches(config, plan, role, reported) for role in plan.roles),
-        _lengths(config, plan),
-        _engine(config),
-        _stop_tokens(config),
-        *(_packing(config, plan, role) for role in plan.roles),
-        _environment(config),
-        _users_code(config, "actor_rollout_ref.rollout.name"),
-        _users_code(config, "actor_rollout_ref.rollout.multi_turn.format"),
-        _mps(config, plan),
-    )
+    checks: list[Iterator[str]] = []
+    checks += [_groups(config, plan, role) for role in plan.roles]
+    checks += [_micro_batches(config, plan, role) for role in plan.roles]
+    checks += [_batches(config, plan, role, reported) for role in plan.roles]
+    checks += [_lengths(config, plan), _engine(config), _stop_tokens(config)]
+    checks += [_packing(config, plan, role) for role in plan.roles]
+    checks.append(_environment(config))
+    checks.append(_users_code(config, "actor_rollout_ref.rollout.name"))
+    checks.append(_users_code(config, "actor_rollout_ref.rollout.multi_turn.format"))
+    checks.append(_mps(config, plan))
+    return lines_of(*checks)
 
 
 def plan_problems(config: Config) -> list[str]:
@@ -82,21 +81,19 @@ def _problems_of_plan(config: Config) -> Iterator[str]:
 
 def find_warnings(config: Config, plan: Plan, *, on_cpus: bool) -> Iterator[str]:
     """One line for each setting that can run, but most likely is not what the user wants."""
-    name, num_samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    name = config.algorithm.adv_estimator
+    num_samples = config.actor_rollout_ref.rollout.n
     if num_samples == 1 and "index" in ADV_ESTIMATORS.get(name, ()):
         reason = f"algorithm.adv_estimator={name} compares the responses to one prompt, and there is only one"
         yield f"actor_rollout_ref.rollout.n=1: {reason}; set it to 2 or more, for example 8"
-    num_processes, cores = (
-        sum(pool.counts_by_node.get(0, 0) for pool in plan.pools.values()),
-        num_cores(),
-    )
+    num_processes = sum(pool.counts_by_node.get(0, 0) for pool in plan.pools.values())
+    cores = num_cores()
     if on_cpus and num_processes > cores:
         reason = f"{num_processes} processes share {cores} CPU core{'s' if cores > 1 else ''} and will be slow"
         yield f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {reason}; use fewer processes"
     model = config.actor_rollout_ref.model.path
-    if not config.actor_rollout_ref.rollout.ignore_eos and may_import(
-        str(model)
-    ):  # a chat template is a program
+    # A chat template is a program.
+    if not config.actor_rollout_ref.rollout.ignore_eos and may_import(str(model)):
         with suppress(RolepoolError):  # a problem of `find_problems`
             yield from read_stop_tokens(config).warnings()
 
@@ -114,30 +111,49 @@ def find_snapshot_warnings(needed: int) -> Iterator[str]:
 def _groups(config: Config, plan: Plan, role: Role) -> Iterator[str]:
     """A tensor-parallel group stays inside a node; a sharding group may span the nodes of its
     pool."""
-    name, spec, pool = plan.roles[role], ROLE_SPECS[role], plan.pool_of(role)
-    per_node = (spec.tensor_parallel, sorted(set(pool.counts_by_node.values())), "per node")
-    for key, counts, where in (per_node, (shard_key(spec), [pool.world_size], "in all")):
-        size, largest = WHOLE_POOL if key is None else config.at(key), math.gcd(*counts)
-        if size != WHOLE_POOL and largest % size:
-            processes = f"{', '.join(map(str, counts))} {where}"
-            fits = [str(divisor) for divisor in range(1, largest + 1) if largest % divisor == 0]
-            rule = f"must divide the number of processes of {name} ({processes})"
-            yield f"{key}={size}: {rule}; use {' or '.join(fits)}"
+    spec = ROLE_SPECS[role]
+    pool = plan.pool_of(role)
+    counts = sorted(set(pool.counts_by_node.values()))
+    if spec.tensor_parallel is not None:
+        yield from _divides(config, spec.tensor_parallel, counts, "per node", plan.roles[role])
+    key = shard_key(spec)
+    if key is not None:
+        yield from _divides(config, key, [pool.world_size], "in all", plan.roles[role])
+
+
+def _divides(
+    config: Config, key: str, counts: Sequence[int], where: str, pool_name: str
+) -> Iterator[str]:
+    """A size of groups of ranks must divide all of these numbers of processes."""
+    size: int = config.at(key)
+    largest = math.gcd(*counts)
+    if size == WHOLE_POOL or largest % size == 0:
+        return
+    fits = [str(divisor) for divisor in range(1, largest + 1) if largest % divisor == 0]
+    processes = f"{', '.join(map(str, counts))} {where}"
+    rule = f"must divide the number of processes of {pool_name} ({processes})"
+    yield f"{key}={size}: {rule}; use {' or '.join(fits)}"
 
 
 def _micro_batches(config: Config, plan: Plan, role: Role) -> Iterator[str]:
     """A role that is trained splits the sequences of a mini-batch on each process into equal
     micro-batches."""
-    spec, pool, parts = ROLE_SPECS[role], plan.roles[role], plan.dims_of(config, role).dp
-    for keys in (keys for operation, keys in spec.batched if operation.trains):
-        num_sequences = (
-            config.at(f"{spec.section}.ppo_mini_batch_size") * config.actor_rollout_ref.rollout.n
+    spec = ROLE_SPECS[role]
+    pool = plan.roles[role]
+    parts = plan.dims_of(config, role).dp
+    for operation, keys in spec.batched:
+        if not operation.trains or config.at(keys.by_tokens):
+            continue
+        num_prompts: int = config.at(f"{spec.section}.ppo_mini_batch_size")
+        per_gpu, rest = divmod(num_prompts * config.actor_rollout_ref.rollout.n, parts)
+        size: int | None = config.at(keys.rows)
+        # If the mini-batch cannot be split into `parts`, `_batches` says so.
+        if size is None or rest or per_gpu <= size or per_gpu % size == 0:
+            continue
+        number = (
+            f"the {per_gpu} sequences of a mini-batch on each of the {parts} processes of {pool}"
         )
-        per_gpu, rest = divmod(num_sequences, parts)
-        size = None if config.at(keys.by_tokens) else config.at(keys.rows)
-        if size is not None and not rest and per_gpu > size and per_gpu % size:
-            number = f"the {per_gpu} sequences of a mini-batch on each of the {parts} processes of {pool}"
-            yield f"{keys.rows}={size}: must divide {number}; use {divisor_near(per_gpu, size)}"
+        yield f"{keys.rows}={size}: must divide {number}; use {divisor_near(per_gpu, size)}"
 
 
 def _batches(
@@ -149,39 +165,45 @@ def _batches(
     `reported` are the keys that have a line already, each with a number of parts.
     """
     num_samples = config.actor_rollout_ref.rollout.n
-    num_mini_batches = max(
-        1, config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
-    )
-    spec, pool, parts = ROLE_SPECS[role], plan.roles[role], plan.dims_of(config, role).dp
+    mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    num_mini_batches = max(1, config.data.train_batch_size // mini_batch_size)
+    spec = ROLE_SPECS[role]
+    pool = plan.roles[role]
+    parts = plan.dims_of(config, role).dp
     # The batch sizes that are offered can also be split into the same number of mini-batches.
     multiples = {"data.train_batch_size": num_mini_batches}
     if spec.is_trained:
         multiples[f"{spec.section}.ppo_mini_batch_size"] = 1
     for key, multiple in multiples.items():
-        prompts = config.at(key)
-        if (prompts * num_samples) % parts and (key, parts) not in reported:
-            reported.add((key, parts))
-            step = parts // math.gcd(parts, num_samples) * multiple
-            below = prompts // step * step
-            fix = f"use {f'{below} or ' if below else ''}{below + step}"
-            batch = f"{prompts * num_samples} sequences cannot be split into {parts} equal parts"
-            yield f"{key}={prompts}: {batch} for {role} in {pool}; {fix}"
+        prompts: int = config.at(key)
+        num_sequences = prompts * num_samples
+        if num_sequences % parts == 0 or (key, parts) in reported:
+            continue
+        reported.add((key, parts))
+        step = parts // math.gcd(parts, num_samples) * multiple
+        below = prompts // step * step
+        sizes = f"{below} or {below + step}" if below else f"{step}"
+        batch = f"{num_sequences} sequences cannot be split into {parts} equal parts"
+        yield f"{key}={prompts}: {batch} for {role} in {pool}; use {sizes}"
 
 
 def _lengths(config: Config, plan: Plan) -> Iterator[str]:
     """Every model must have a position for each token of the longest row that it reads."""
-    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    prompt = config.data.max_prompt_length
+    response = config.data.max_response_length
     # The first role of each path: a critic that starts from the policy's folder has the policy's
     # overrides, too.
     by_path = {model_of(config, role)[0]: role for role in reversed(plan.roles)}
     for path, role in reversed(by_path.items()):
         spec = ROLE_SPECS[role]
-        with suppress(
-            ValueError, TypeError
-        ):  # models that are not on disk yet, or that have no limit
+        # Models that are not on disk yet, or that have no limit.
+        with suppress(ValueError, TypeError):
             limit = model_files.num_positions(model_files.read_model_file(*model_of(config, role)))
             if longest_row(config, role) > limit:
-                fix = f", or set {spec.max_length}={limit}" if spec.max_length is not None else ""
+                if spec.max_length is not None:
+                    fix = f", or set {spec.max_length}={limit}"
+                else:
+                    fix = ""
                 tokens = f"with data.max_response_length={response} a sequence may have {prompt + response} tokens"
                 model = f"{spec.model}.path={path} has {limit} positions (max_position_embeddings)"
                 yield f"data.max_prompt_length={prompt}: {tokens}, and {model}; use at most {limit} together{fix}"
@@ -191,19 +213,27 @@ def _engine(config: Config) -> Iterator[str]:
     """The rollout engine must be able to run the policy, and to split it over its tensor-parallel
     ranks. Engines that cannot be trained with yet are reported by
     `LoadedConfig.why_not_trained`."""
-    model, keys = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    model = config.actor_rollout_ref.model
+    keys = config.actor_rollout_ref.rollout
     reasons = engines_of(config)
-    if (reason := reasons.get(keys.engine)) is not None:
+    reason = reasons.get(keys.engine)
+    if reason is not None:
         able = [name for name, problem in reasons.items() if problem is None]
-        fix = f"set actor_rollout_ref.rollout.name={able[0]}" if able else "choose another model"
+        if able:
+            fix = f"set actor_rollout_ref.rollout.name={able[0]}"
+        else:
+            fix = "choose another model"
         yield f"actor_rollout_ref.model.path={model.path}: {reason}; {fix}"
     elif keys.engine == "native":
         with suppress(ValueError):  # models that are not on disk yet
             shape = model_files.read_shape(model.path, model.override_config)
-            counts = (shape.num_heads, shape.num_kv_heads, shape.intermediate_size)
-            if (
-                problem := model_files.why_not_parallel(*counts, keys.tensor_model_parallel_size)
-            ) is not None:
+            problem = model_files.why_not_parallel(
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.intermediate_size,
+                keys.tensor_model_parallel_size,
+            )
+            if problem is not None:
                 yield problem
 
 
@@ -294,17 +324,20 @@ def advise(
     if not estimate.excess:
         return []
     try_changes = _trials(config, gpu_memory_bytes, replan, find_problems(config, plan))
+    candidates = list(_candidates(config, plan))
     # A pool with a role of unknown memory has no estimate, so another division could hide that it
     # does not fit.
-    candidates = [*_candidates(config, plan), *([] if estimate.unknown else _divisions(config))]
+    if not estimate.unknown:
+        candidates += _divisions(config)
 
     def helpful(base: Advice) -> list[Advice]:
-        trials = try_changes({**base.changes, **changes} for changes in candidates)
-        found = [Advice(changes, trial.excess) for changes, trial in trials]
+        """What saves enough on top of `base`, best first."""
         most = max(0, base.excess - MIN_SAVED_BYTES)
-        return sorted(
-            (advice for advice in found if advice.excess <= most), key=lambda advice: advice.excess
-        )
+        better: list[Advice] = []
+        for changes, trial in try_changes({**base.changes, **changes} for changes in candidates):
+            if trial.excess <= most:
+                better.append(Advice(changes, trial.excess))
+        return sorted(better, key=lambda advice: advice.excess)
 
     best = helpful(Advice({}, estimate.excess))
     singles: dict[tuple[str, ...], Advice] = {}
@@ -313,10 +346,10 @@ def advise(
     for _ in range(MAX_COMBINED - 1):
         if best and best[0].excess:
             best = helpful(best[0])
-    combined = [
-        advice for advice in best[:1] if not advice.excess and tuple(advice.changes) not in singles
-    ]
-    return [*combined, *singles.values()][:MAX_ADVICE]
+    all_advice = list(singles.values())
+    if best and not best[0].excess and tuple(best[0].changes) not in singles:
+        all_advice.insert(0, best[0])
+    return all_advice[:MAX_ADVICE]
 
 
 def roomier_divisions(config: Config, role: Role) -> list[str]:
@@ -326,22 +359,24 @@ def roomier_divisions(config: Config, role: Role) -> list[str]:
     For a role that ran out of memory, whatever the estimate said. At most one: the one with the
     lowest peak.
     """
-    try_changes = _trials(config, 0, build_plan, [])  # 0: the least memory that every role needs
-    # For each division: the highest peak of all pools, and the peak while the role computes. "" is
-    # the config as it is.
-    peaks = {"": (0, 0)}
+    # With memory for nothing, the estimate is the least that every role needs.
+    try_changes = _trials(config, 0, build_plan, [])
+    # By override. "" is the config as it is.
+    highest_peaks = {"": 0}
+    peaks_of_role = {"": 0}
     for changes, trial in try_changes([{}, *_divisions(config)]):
-        if not trial.unknown:
-            of_role = max(peak_by_role(pool.roles).get(role, 0) for pool in trial.pools.values())
-            peaks[Advice(changes, 0).override] = (
-                max(pool.peak for pool in trial.pools.values()),
-                of_role,
-            )
-    highest, most = peaks[""]
-    better = [
-        key for key, now in peaks.items() if now[0] <= highest and now[1] <= most - MIN_SAVED_BYTES
-    ]
-    return sorted(better, key=lambda override: (peaks[override][0], override))[:1]
+        if trial.unknown:
+            continue
+        pools = trial.pools.values()
+        override = Advice(changes, 0).override
+        highest_peaks[override] = max(pool.peak for pool in pools)
+        peaks_of_role[override] = max(peak_by_role(pool.roles).get(role, 0) for pool in pools)
+    better: list[tuple[int, str]] = []
+    for override, highest in highest_peaks.items():
+        saves_enough = peaks_of_role[override] <= peaks_of_role[""] - MIN_SAVED_BYTES
+        if highest <= highest_peaks[""] and saves_enough:
+            better.append((highest, override))
+    return [override for _, override in sorted(better)[:1]]
 
 
 def _trials(
@@ -363,12 +398,11 @@ def _trials(
                 with suppress(RolepoolError):
                     plans[placement] = replan(changed)
             plan = plans[placement]
-            if (
-                plan
-                and not contradictions(changed)
-                and not set(find_problems(changed, plan)).difference(accepted)
-            ):
-                yield changes, estimate_memory(changed, plan, gpu_memory_bytes)
+            if plan is None or contradictions(changed):
+                continue
+            if set(find_problems(changed, plan)).difference(accepted):
+                continue
+            yield changes, estimate_memory(changed, plan, gpu_memory_bytes)
 
     return try_changes
 
@@ -377,12 +411,13 @@ def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
     """Smaller micro-batches, recomputed activations, offload, tensor parallelism, a smaller
     cache."""
     specs = [ROLE_SPECS[role] for role in plan.roles]
-    for _, keys in (batched for spec in specs for batched in spec.batched):
-        key = keys.tokens if config.at(keys.by_tokens) else keys.rows
-        size = config.at(key) or 1
-        while size > 1:
-            size //= 2
-            yield {key: size}
+    for spec in specs:
+        for _, keys in spec.batched:
+            key = keys.tokens if config.at(keys.by_tokens) else keys.rows
+            size: int = config.at(key) or 1
+            while size > 1:
+                size //= 2
+                yield {key: size}
     for spec in specs:
         if spec.is_trained:
             yield {f"{spec.model}.enable_gradient_checkpointing": True}
@@ -391,14 +426,15 @@ def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
             yield {f"{spec.fsdp}.param_offload": True}
         if spec.tensor_parallel is not None:
             yield {f"{spec.section}.free_cache_engine": True}
-            yield from ({spec.tensor_parallel: num_ranks} for num_ranks in (2, 4, 8))
-            yield from (
-                {f"{spec.section}.gpu_memory_utilization": part} for part in (0.4, 0.3, 0.2)
-            )
+            for num_ranks in (2, 4, 8):
+                yield {spec.tensor_parallel: num_ranks}
+            for part in (0.4, 0.3, 0.2):
+                yield {f"{spec.section}.gpu_memory_utilization": part}
 
 
 def _divisions(config: Config) -> Iterator[Changes]:
     """Other ways to divide the same GPUs."""
-    yield from ({"placement.strategy": name} for name in ("standard", "split"))
+    yield {"placement.strategy": "standard"}
+    yield {"placement.strategy": "split"}
     for actor_gpus in range(1, min(config.trainer.n_gpus_per_node, 9)):
         yield {"placement.strategy": "split", "placement.split.actor_gpus_per_node": actor_gpus}

@@ -19,11 +19,12 @@ from rolepool.config import Config
 from rolepool.config.model_files import ModelShape, ShapeUnknown, read_shape
 from rolepool.config.model_keys import FsdpConfig
 from rolepool.placement.parallel import ParallelDims
-from rolepool.placement.plan import Plan
+from rolepool.placement.plan import Plan, Slot
 from rolepool.placement.roles import ROLE_SPECS, MicroBatchKeys, Role, longest_row, model_of
 
 GIB = 2**30
-BF16, FP32 = 2, 4
+BF16 = 2
+FP32 = 4
 LOGITS_AT_ONCE = 2**28
 """Most logits that exist at the same time: enough to keep a GPU busy, and small compared with
 activations."""
@@ -71,18 +72,19 @@ def default_micro_batches(config: Config, role: Role) -> dict[str, MicroBatch]:
     is the largest."""
     sizes: dict[str, MicroBatch] = {}
     for operation, keys in ROLE_SPECS[role].batched:
-        by_tokens = config.at(keys.by_tokens)
-        rows = None if by_tokens else config.at(keys.rows)
-        tokens = (
-            config.at(keys.tokens) if by_tokens else max(MOST_TOKENS, longest_row(config, role))
-        )
-        recomputes = (
-            config.at(ROLE_SPECS[role].model).enable_gradient_checkpointing
-            if operation.trains
-            else None
-        )
+        rows: int | None = None
+        if config.at(keys.by_tokens):
+            tokens: int = config.at(keys.tokens)
+            is_chosen = False
+        else:
+            rows = config.at(keys.rows)
+            tokens = max(MOST_TOKENS, longest_row(config, role))
+            is_chosen = rows is None
+        recomputes: bool | None = None
+        if operation.trains:
+            recomputes = config.at(ROLE_SPECS[role].model).enable_gradient_checkpointing
         sizes[operation.name] = MicroBatch(
-            keys, rows, tokens, not by_tokens and rows is None, recomputes
+            keys, rows, tokens, is_chosen=is_chosen, recomputes=recomputes
         )
     return sizes
 
@@ -135,11 +137,17 @@ class HeldModel:
     def loaded(self) -> RoleMemory:
         """Memory before a micro-batch starts: sharded weights, in fp32 with two Adam states if the
         model is trained, in 16 bits otherwise."""
-        weights = (FP32 if self.trained else BF16) * self.num_params // self.num_shards
-        optimizer = 2 * FP32 * self.num_params // self.num_shards if self.trained else 0
-        idle = (0 if self.fsdp.param_offload else weights) + (
-            0 if self.fsdp.optimizer_offload else optimizer
-        )
+        if self.trained:
+            weights = FP32 * self.num_params // self.num_shards
+            optimizer = 2 * FP32 * self.num_params // self.num_shards
+        else:
+            weights = BF16 * self.num_params // self.num_shards
+            optimizer = 0
+        idle = 0
+        if not self.fsdp.param_offload:
+            idle += weights
+        if not self.fsdp.optimizer_offload:
+            idle += optimizer
         return RoleMemory(weights=weights, optimizer=optimizer, idle=idle)
 
     @property
@@ -181,11 +189,12 @@ class HeldModel:
         Layers of packed rows are compiled and recompute some of it; for other rows, norms also keep
         fp32 inputs.
         """
-        num_hidden, num_mlp = (4, 3) if self.packed else (8, 4)
         shape = self.shape
-        return BF16 * (
-            num_hidden * shape.hidden_size + shape.attention_width + num_mlp * shape.mlp_width
-        )
+        if self.packed:
+            width = 4 * shape.hidden_size + shape.attention_width + 3 * shape.mlp_width
+        else:
+            width = 8 * shape.hidden_size + shape.attention_width + 4 * shape.mlp_width
+        return BF16 * width
 
     def training(self, num_tokens: int, *, recomputes: bool, accumulates: bool) -> RoleMemory:
         """The peak of an update. Weights, gradients and Adam states are fp32 and sharded; compute
@@ -201,13 +210,17 @@ class HeldModel:
         num_logit_tokens = int(num_tokens * self.logit_share)
         all_gradients = loaded.weights
         earlier = all_gradients if accumulates else 0
-        outside, layer = self.outside_copy_bytes, self.layer_copy_bytes
+        outside = self.outside_copy_bytes
+        layer = self.layer_copy_bytes
 
         # After the forward pass: all layers' activations, or only their inputs; and those of the
         # last norm, which is not compiled: its input in fp32, and 16-bit outputs before and after
         # its weights.
         one_layer = num_tokens * self.layer_activation_bytes
-        kept_of_layer = num_tokens * BF16 * shape.hidden_size if recomputes else one_layer
+        if recomputes:
+            kept_of_layer = num_tokens * BF16 * shape.hidden_size
+        else:
+            kept_of_layer = one_layer
         kept = shape.num_layers * kept_of_layer
         kept += num_tokens * (FP32 + 2 * BF16) * shape.hidden_size
         in_layer = num_tokens * BF16 * (2 * shape.hidden_size + shape.mlp_width)
@@ -233,7 +246,10 @@ class HeldModel:
             # The copies outside of the layers are freed after the head's backward pass, and those
             # of a layer after its own. Its gradients become fp32.
             kept_copies = layer if recomputes else shape.num_layers * layer
-            copies_in_head = self.gathered_bytes if recomputes else BF16 * self.num_params
+            if recomputes:
+                copies_in_head = self.gathered_bytes
+            else:
+                copies_in_head = BF16 * self.num_params
             copies_in_last = kept_copies + fp32_of_layer
             copies_in_layer = layer + fp32_of_layer
 
@@ -270,7 +286,8 @@ class HeldModel:
         They are computed in 16 bits and then become fp32. If the model is sharded, ranks add them
         up, and each keeps its shard of the sum.
         """
-        in_16_bits, in_fp32 = BF16 * self.outside_params, FP32 * self.outside_params
+        in_16_bits = BF16 * self.outside_params
+        in_fp32 = FP32 * self.outside_params
         most = in_16_bits + in_fp32
         if self.num_shards > 1:
             of_embedding = BF16 * self.shape.embedding_params
@@ -320,26 +337,29 @@ class HeldModel:
 
         def fits(size: MicroBatch) -> bool:
             """Whether micro-batches with any mix of lengths fit."""
+            if room is None:
+                return True
             loaded = self.loaded.working
-            num_tokens = min(
-                num_rows * self.length,
-                size.tokens if size.rows is None else size.rows * self.length,
-            )
-            if room is None or room <= loaded:
-                return room is None
-            return self.memory(size, num_rows, num_tokens).working - loaded <= USABLE * (
-                room - loaded
-            )
+            if room <= loaded:
+                return False
+            most_tokens = size.tokens if size.rows is None else size.rows * self.length
+            num_tokens = min(num_rows * self.length, most_tokens)
+            needed = self.memory(size, num_rows, num_tokens).working - loaded
+            return needed <= USABLE * (room - loaded)
 
         if size.is_chosen:
+            # From large to small, so that those that fit come last.
             candidates = [*range(size.tokens, self.length, -TOKENS_STEP), self.length]
-            first = bisect_left(
+            first_fitting = bisect_left(
                 candidates, True, key=lambda tokens: fits(replace(size, tokens=tokens))
             )
-            size = replace(size, tokens=candidates[min(first, len(candidates) - 1)])
+            # If nothing fits, the smallest is tried.
+            size = replace(size, tokens=candidates[min(first_fitting, len(candidates) - 1)])
         kept = replace(size, recomputes=False)
         # The formulas for kept activations were measured with packed rows only.
-        return kept if size.recomputes and self.packed and fits(kept) else size
+        if size.recomputes and self.packed and fits(kept):
+            return kept
+        return size
 
 
 def cache_room(share_bytes: int, free_bytes: int, weights_bytes: int, utilization: float) -> int:
@@ -364,13 +384,13 @@ def generation_memory(
     in an MLP of the prefill, or at the logits of the first tokens. The logits of later tokens stay
     with the CUDA graph of the decode step, if there is one.
     """
-    keys, prompt_tokens = config.actor_rollout_ref.rollout, config.data.max_prompt_length
+    keys = config.actor_rollout_ref.rollout
+    prompt_tokens = config.data.max_prompt_length
     num_ranks = dims.tp
     layers = shape.num_layers * shape.layer_params
     weights = BF16 * (shape.num_params - layers + layers // num_ranks)
-    token_bytes = (
-        2 * BF16 * shape.num_layers * shape.num_kv_heads * shape.head_dim
-    )  # keys and values, all layers
+    # Keys and values, all layers.
+    token_bytes = 2 * BF16 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     sequence_bytes = (prompt_tokens + config.data.max_response_length) * token_bytes
     one_sequence = sequence_bytes // min(num_ranks, shape.num_kv_heads)
     kv_cache = num_sequences * one_sequence
@@ -383,12 +403,18 @@ def generation_memory(
     # A layer's gated features still exist when the next layer computes its own.
     inner = (shape.attention_width + 4 * shape.mlp_width) // num_ranks
     prefill_tokens = min(num_sequences * prompt_tokens, keys.max_num_batched_tokens)
+    in_mlp = BF16 * prefill_tokens * (2 * shape.hidden_size + inner)
+    idle = weights
+    if has_graphs:
+        idle += logits
+    if not keys.free_cache_engine:
+        idle += kv_cache
     return RoleMemory(
         weights=weights,
         kv_cache=kv_cache,
-        activations=max(BF16 * prefill_tokens * (2 * shape.hidden_size + inner), logits),
+        activations=max(in_mlp, logits),
         logits=logits,
-        idle=weights + (logits if has_graphs else 0) + (0 if keys.free_cache_engine else kv_cache),
+        idle=idle,
     )
 
 
@@ -399,17 +425,25 @@ def shape_of(config: Config, role: Role) -> ModelShape:
 
 def held_model(config: Config, role: Role, dims: ParallelDims) -> HeldModel:
     """The model of a role that computes in micro-batches. Raises ShapeUnknown."""
-    spec, shape = ROLE_SPECS[role], shape_of(config, role)
-    fsdp = FsdpConfig(**config.at(spec.fsdp).model_dump()) if spec.fsdp else FsdpConfig()
-    num_response_tokens = 0 if spec.has_scalar_head else config.data.max_response_length
+    spec = ROLE_SPECS[role]
+    shape = shape_of(config, role)
+    if spec.fsdp:
+        fsdp = FsdpConfig(**config.at(spec.fsdp).model_dump())
+    else:
+        fsdp = FsdpConfig()
+    if spec.has_scalar_head:
+        num_params = shape.num_scalar_head_params
+        num_logit_tokens = 0
+    else:
+        num_params = shape.num_params
+        num_logit_tokens = config.data.max_response_length
+    num_row_tokens = config.data.max_prompt_length + config.data.max_response_length
     return HeldModel(
         shape,
-        shape.num_scalar_head_params if spec.has_scalar_head else shape.num_params,
+        num_params,
         num_shards=dims.shard,
         length=longest_row(config, role),
-        logit_share=Fraction(
-            num_response_tokens, config.data.max_prompt_length + config.data.max_response_length
-        ),
+        logit_share=Fraction(num_logit_tokens, num_row_tokens),
         packed=spec.can_pack and config.at(spec.model).use_remove_padding,
         trained=spec.is_trained,
         fsdp=fsdp,
@@ -424,7 +458,8 @@ def _role_memory(
 
     Without room it is the least memory that the role needs. Raises ShapeUnknown.
     """
-    spec, rollout = ROLE_SPECS[role], config.actor_rollout_ref.rollout
+    spec = ROLE_SPECS[role]
+    rollout = config.actor_rollout_ref.rollout
     dims = plan.dims_of(config, role)
     batch_rows = -(-config.data.train_batch_size * rollout.n // dims.dp)
     if not spec.batched:
@@ -432,15 +467,17 @@ def _role_memory(
         shape = shape_of(config, role)
         return generation_memory(config, shape, dims, num_sequences, limit, room), {}
     held = held_model(config, role, dims)
-    memories, sizes = [], default_micro_batches(config, role)
+    memories = []
+    sizes = default_micro_batches(config, role)
     for operation, size in sizes.items():
         num_rows = batch_rows
         if size.recomputes is not None:
-            num_rows = -(-config.at(spec.section).ppo_mini_batch_size * rollout.n // dims.dp)
-        sizes[operation] = chosen = held.choose(size, num_rows, room)
-        memories.append(
-            held.memory(chosen, num_rows, held.length * chosen.most_rows(num_rows, held.length))
-        )
+            mini_batch_size = config.at(spec.section).ppo_mini_batch_size
+            num_rows = -(-mini_batch_size * rollout.n // dims.dp)
+        chosen = held.choose(size, num_rows, room)
+        num_tokens = held.length * chosen.most_rows(num_rows, held.length)
+        memories.append(held.memory(chosen, num_rows, num_tokens))
+        sizes[operation] = chosen
     return max(memories, key=lambda memory: memory.working), sizes
 
 
@@ -456,25 +493,32 @@ def snapshot_bytes(config: Config, plan: Plan) -> int:
     A node keeps the last two snapshots of its own ranks and of those of the node before it. Before
     a snapshot is loaded, a node of the role gets the rest of it.
     """
-    is_on = config.trainer.snapshot_freq > 0
-    nodes = list(dict.fromkeys(slot.node for pool in plan.pools.values() for slot in pool.slots))
+    if config.trainer.snapshot_freq <= 0:
+        return 0
+    slots: list[Slot] = []
+    for pool in plan.pools.values():
+        slots += pool.slots
+    nodes = list(dict.fromkeys(slot.node for slot in slots))
     needed: Counter[int] = Counter()
-    for role in (role for role in plan.roles if is_on and ROLE_SPECS[role].is_trained):
+    for role in plan.roles:
+        if not ROLE_SPECS[role].is_trained:
+            continue
         with suppress(ShapeUnknown):
             pool = plan.pool_of(role)
             held = held_model(config, role, plan.dims_of(config, role))
-            num_written = Counter(
-                slot.node for slot in pool.slots[: held.num_shards]
-            )  # replicas write nothing
-            for before, node in zip([*nodes[-1:], *nodes], nodes, strict=False):
-                num_kept = num_written[node] + (num_written[before] if before != node else 0)
-                rest = held.num_shards - num_kept if node in pool.counts_by_node else 0
-                needed[node] += (
-                    SNAPSHOT_BYTES_PER_PARAM
-                    * held.num_params
-                    * (2 * num_kept + rest)
-                    // held.num_shards
-                )
+            # Replicas write nothing.
+            num_written = Counter(slot.node for slot in pool.slots[: held.num_shards])
+            for index, node in enumerate(nodes):
+                before = nodes[index - 1]
+                num_kept = num_written[node]
+                if before != node:
+                    num_kept += num_written[before]
+                num_loaded = 0
+                if node in pool.counts_by_node:
+                    num_loaded = held.num_shards - num_kept
+                num_shards = 2 * num_kept + num_loaded
+                bytes_of_all = SNAPSHOT_BYTES_PER_PARAM * held.num_params * num_shards
+                needed[node] += bytes_of_all // held.num_shards
     return max(needed.values(), default=0)
 
 
@@ -497,7 +541,9 @@ class PoolMemory:
     @property
     def excess(self) -> int:
         """Bytes by which the peak is over the limit."""
-        return 0 if self.limit is None else max(0, self.peak - self.limit)
+        if self.limit is None:
+            return 0
+        return max(0, self.peak - self.limit)
 
 
 @dataclass(frozen=True)
@@ -520,7 +566,10 @@ def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) ->
     it. If it is None, micro-batches are chosen for a GPU with enough memory."""
     estimate = MemoryEstimate({}, {}, {})
     for name, pool in plan.pools.items():
-        limit = None if gpu_memory_bytes is None else int(gpu_memory_bytes * pool.share)
+        if gpu_memory_bytes is None:
+            limit = None
+        else:
+            limit = int(gpu_memory_bytes * pool.share)
         least: dict[Role, RoleMemory] = {}
         for role in pool.roles:
             estimate.micro_batches.update(default_micro_batches(config, role))
@@ -528,16 +577,26 @@ def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) ->
                 least[role], _ = _role_memory(config, plan, role, limit, room=0)
             except ShapeUnknown as reason:
                 estimate.unknown[role] = str(reason)
-        idle, chosen = sum(memory.idle for memory in least.values()), {}
+        idle = sum(memory.idle for memory in least.values())
+        chosen = {}
         for role, memory in least.items():
-            room = None if limit is None else limit - PROCESS_OVERHEAD_BYTES - (idle - memory.idle)
+            if limit is None:
+                room = None
+            else:
+                room = limit - PROCESS_OVERHEAD_BYTES - (idle - memory.idle)
             chosen[role], sizes = _role_memory(config, plan, role, limit, room)
             estimate.micro_batches.update(sizes)
+        # If the memory of a role is not known, that of the pool is not, either.
         if chosen.keys() == set(pool.roles):
             peaks = peak_by_role(chosen)
             peak_role = max(peaks, key=lambda role: peaks[role])
-            lowest = max(peak_by_role(least).values())
-            estimate.pools[name] = PoolMemory(chosen, peaks[peak_role], peak_role, lowest, limit)
+            estimate.pools[name] = PoolMemory(
+                chosen,
+                peak=peaks[peak_role],
+                peak_role=peak_role,
+                least=max(peak_by_role(least).values()),
+                limit=limit,
+            )
     return estimate
 
 
@@ -545,7 +604,7 @@ def peak_by_role(roles: Mapping[Role, RoleMemory]) -> dict[Role, int]:
     """Bytes of a pool's process while each role computes: its working bytes and the idle bytes of
     the others."""
     idle = sum(memory.idle for memory in roles.values())
-    return {
-        role: PROCESS_OVERHEAD_BYTES + memory.working + idle - memory.idle
-        for role, memory in roles.items()
-    }
+    peaks: dict[Role, int] = {}
+    for role, memory in roles.items():
+        peaks[role] = PROCESS_OVERHEAD_BYTES + memory.working + idle - memory.idle
+    return peaks

@@ -70,7 +70,9 @@ class ParallelDims:
 
 def shard_key(spec: RoleSpec) -> str | None:
     """The key for the number of shards; None if a role has no such key."""
-    return f"{spec.fsdp}.fsdp_size" if spec.fsdp is not None and spec.is_trained else None
+    if spec.fsdp is not None and spec.is_trained:
+        return f"{spec.fsdp}.fsdp_size"
+    return None
 
 
 def dims_of(config: Config, role: Role, num_ranks: int) -> ParallelDims:
@@ -80,11 +82,17 @@ def dims_of(config: Config, role: Role, num_ranks: int) -> ParallelDims:
     written, so that other checks can be made, too.
     """
     spec = ROLE_SPECS[role]
-    tp = 1 if spec.tensor_parallel is None else config.at(spec.tensor_parallel)
+    tp: int = 1
+    if spec.tensor_parallel is not None:
+        tp = config.at(spec.tensor_parallel)
     dp = max(1, num_ranks // tp)
     if spec.tensor_parallel is not None and not spec.batched:
         # An engine has its own model, which FSDP does not shard.
         return ParallelDims(dp=dp, tp=tp)
     key = shard_key(spec)
-    num_shards = WHOLE_POOL if key is None else config.at(key)
-    return ParallelDims(dp=dp, shard=num_ranks if num_shards == WHOLE_POOL else num_shards, tp=tp)
+    num_shards: int = WHOLE_POOL
+    if key is not None:
+        num_shards = config.at(key)
+    if num_shards == WHOLE_POOL:
+        num_shards = num_ranks
+    return ParallelDims(dp=dp, shard=num_shards, tp=tp)

@@ -16,7 +16,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rolepool.placement.checks import Advice
-from rolepool.placement.estimate import GIB, PROCESS_OVERHEAD_BYTES, SHARED_MEMORY, MemoryEstimate
+from rolepool.placement.estimate import (
+    GIB,
+    PROCESS_OVERHEAD_BYTES,
+    SHARED_MEMORY,
+    MemoryEstimate,
+    MicroBatch,
+    PoolMemory,
+)
 from rolepool.placement.plan import Plan
 from rolepool.terminal import Terminal
 from rolepool.units import show_bytes
@@ -26,8 +33,10 @@ NO_WRAP = ("node", "ranks", "memory", "memory per GPU")
 """Titles of columns of text whose cells are not cut into several lines."""
 MAX_ROWS_ALIKE = 4
 """More nodes than this that look the same are shown as one row."""
-MAX_COLUMNS, FEW_COLUMNS = 16, 8
-"""Most GPUs of a node that are shown, and most that have wide columns."""
+MAX_COLUMNS = 16
+"""Most GPUs of a node that are shown."""
+FEW_COLUMNS = 8
+"""Most GPUs of a node that have wide columns."""
 MIN_WIDTH = 80
 """No line is longer in a terminal of this width, or if the output is not a terminal."""
 MAX_NAME = 24
@@ -77,63 +86,85 @@ class PlanSummary:
 
     def to_terminal(self) -> str:
         """The text, with colours if standard output is a terminal."""
-        plan, memory, console = self.plan, self.memory, Terminal(force_jupyter=False)
-        console.width = max(console.width, MIN_WIDTH) if console.is_terminal else MIN_WIDTH
-        nodes = ", ".join(
-            f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node)
-        )
-        kind = "CPU slots" if plan.device == "cpu" else "GPUs"
-        gpus = f"{len(plan.slots)} of {sum(plan.gpus_per_node)} {kind} (nodes x {kind}: {nodes})"
-        title = f"{len(plan.pools)} pool{'s' if len(plan.pools) > 1 else ''} on {gpus}"
-        parts: list[RenderableType] = [Text(title, style="bold"), ""]
+        plan = self.plan
+        memory = self.memory
+        console = Terminal(force_jupyter=False)
+        if console.is_terminal:
+            console.width = max(console.width, MIN_WIDTH)
+        else:
+            console.width = MIN_WIDTH
+        parts: list[RenderableType] = [Text(_headline(plan), style="bold"), ""]
         parts += [*_grid(plan), _pool_table(plan, memory), ""]
         if memory.pools and plan.device != "cpu":
             parts.extend([_memory_table(plan, memory), ""])
-        lines = [Text.assemble((f"{title}: ", "bold"), text) for title, text in _notes(self)]
-        lines += [Text(line, style="yellow") for line in _warnings(memory, self.advice)]
+        lines: list[Text] = []
+        for title, text in _notes(self):
+            lines.append(Text.assemble((f"{title}: ", "bold"), text))
+        for warning in _warnings(memory, self.advice):
+            lines.append(Text(warning, style="yellow"))
         for line in lines:
-            is_long = len(line) > console.width
-            parts.append(
-                Text("\n    ").join(line.wrap(console, console.width - 4)) if is_long else line
-            )
+            if len(line) > console.width:
+                line = Text("\n    ").join(line.wrap(console, console.width - 4))
+            parts.append(line)
         with console.capture() as capture:
             console.print(Group(*parts))
         return capture.get().rstrip("\n")
 
     def to_json(self) -> str:
         """What `rolepool plan --json` prints."""
-        pools = {
-            name: {
-                "roles": {
-                    role: {f"{column}_bytes": getattr(part, column) for column in MEMORY_COLUMNS}
-                    for role, part in memory.roles.items()
-                },
-                "overhead_bytes": PROCESS_OVERHEAD_BYTES,
-                "peak_bytes": memory.peak,
-                "peak_role": memory.peak_role,
-                "least_bytes": memory.least,
-                "limit_bytes": memory.limit,
-                "fits": None if memory.limit is None else not memory.excess,
-            }
-            for name, memory in self.memory.pools.items()
+        memory = self.memory
+        document = self.plan.model_dump(mode="json")
+        document["overlaps"] = self.overlaps
+        document["memory"] = {
+            "pools": {name: _pool_json(pool) for name, pool in memory.pools.items()},
+            "micro_batches": {
+                name: _size_json(size) for name, size in memory.micro_batches.items()
+            },
+            "unknown": memory.unknown,
+            "snapshot_bytes": self.snapshot_bytes,
         }
-        sizes = {
-            operation: {"rows": size.rows, "tokens": size.tokens if size.rows is None else None}
-            | {"is_chosen": size.is_chosen, "recomputes": size.recomputes}
-            for operation, size in self.memory.micro_batches.items()
-        }
-        document = self.plan.model_dump(mode="json") | {
-            "overlaps": self.overlaps,
-            "memory": {"pools": pools, "micro_batches": sizes, "unknown": self.memory.unknown}
-            | {"snapshot_bytes": self.snapshot_bytes},
-            "engines": dict(self.engines),
-            "settings": dict(self.settings),
-            "problems": list(self.problems),
-            "advice": [
-                {"override": item.override, "excess_bytes": item.excess} for item in self.advice
-            ],
-        }
+        document["engines"] = dict(self.engines)
+        document["settings"] = dict(self.settings)
+        document["problems"] = list(self.problems)
+        advice: list[dict[str, str | int]] = []
+        for item in self.advice:
+            advice.append({"override": item.override, "excess_bytes": item.excess})
+        document["advice"] = advice
         return json.dumps(document, indent=2)
+
+
+def _pool_json(pool: PoolMemory) -> dict[str, object]:
+    roles: dict[str, dict[str, int]] = {}
+    for role, memory in pool.roles.items():
+        roles[role] = {f"{column}_bytes": getattr(memory, column) for column in MEMORY_COLUMNS}
+    return {
+        "roles": roles,
+        "overhead_bytes": PROCESS_OVERHEAD_BYTES,
+        "peak_bytes": pool.peak,
+        "peak_role": pool.peak_role,
+        "least_bytes": pool.least,
+        "limit_bytes": pool.limit,
+        "fits": None if pool.limit is None else not pool.excess,
+    }
+
+
+def _size_json(size: MicroBatch) -> dict[str, int | None]:
+    return {
+        "rows": size.rows,
+        "tokens": size.tokens if size.rows is None else None,
+        "is_chosen": size.is_chosen,
+        "recomputes": size.recomputes,
+    }
+
+
+def _headline(plan: Plan) -> str:
+    """How many pools are on how many GPUs."""
+    equal_nodes = [(num_gpus, len(list(nodes))) for num_gpus, nodes in groupby(plan.gpus_per_node)]
+    nodes = ", ".join(f"{num_nodes} x {num_gpus}" for num_gpus, num_nodes in equal_nodes)
+    kind = "CPU slots" if plan.device == "cpu" else "GPUs"
+    gpus = f"{len(plan.slots)} of {sum(plan.gpus_per_node)} {kind} (nodes x {kind}: {nodes})"
+    plural = "s" if len(plan.pools) > 1 else ""
+    return f"{len(plan.pools)} pool{plural} on {gpus}"
 
 
 def _letter(index: int, rank: int | str = "") -> Text:
@@ -144,132 +175,169 @@ def _letter(index: int, rank: int | str = "") -> Text:
 
 def _table(*titles: str, numbers: Sequence[str] = (), gap: int = 2) -> Table:
     """A table without lines: columns of text, and then columns of numbers."""
-    columns = [Column(title, overflow="fold", no_wrap=title in NO_WRAP) for title in titles]
-    columns += [
-        Column(title, justify="right", vertical="bottom", no_wrap=True) for title in numbers
-    ]
+    columns: list[Column] = []
+    for title in titles:
+        columns.append(Column(title, overflow="fold", no_wrap=title in NO_WRAP))
+    for title in numbers:
+        columns.append(Column(title, justify="right", vertical="bottom", no_wrap=True))
     return Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
 
 
 def _grid(plan: Plan) -> list[RenderableType]:
     """One row per node and one column per GPU; a cell holds the letter of the pool and the rank."""
-    grid: list[list[list[tuple[int, int]]]] = [
-        [[] for _ in range(num_gpus)] for num_gpus in plan.gpus_per_node
-    ]
+    # For each GPU of each node its processes: the index of the pool, and the rank.
+    grid: list[list[list[tuple[int, int]]]] = []
+    for num_gpus in plan.gpus_per_node:
+        grid.append([[] for _ in range(num_gpus)])
     for index, pool in enumerate(plan.pools.values()):
         for rank, slot in enumerate(pool.slots):
             grid[slot.node][slot.gpu].append((index, rank))
 
     def pools_on(node: int) -> list[list[int]]:
         """The pools on each GPU of a node. Nodes with equal lists look the same."""
-        return [[index for index, _ in processes] for processes in grid[node]]
+        pools_of_gpus: list[list[int]] = []
+        for processes in grid[node]:
+            pools_of_gpus.append([index for index, _ in processes])
+        return pools_of_gpus
 
     width = max(plan.gpus_per_node)
-    word = "" if width > FEW_COLUMNS else "slot " if plan.device == "cpu" else "GPU "
+    if width > FEW_COLUMNS:
+        word = ""
+    elif plan.device == "cpu":
+        word = "slot "
+    else:
+        word = "GPU "
     titles = [f"{word}{gpu}" for gpu in range(min(width, MAX_COLUMNS))]
     table = _table("node", *titles, gap=3 if width <= FEW_COLUMNS else 1)
     for _, group in groupby(range(len(grid)), key=pools_on):
         nodes = list(group)
-        alike = len(nodes) > MAX_ROWS_ALIKE
-        for node in nodes[:1] if alike else nodes:
-            row = []
-            for processes in grid[node][:MAX_COLUMNS]:
-                letters = [_letter(index, "" if alike else rank) for index, rank in processes]
-                row.append(Text(" ").join(letters) or Text(".", style="dim"))
-            table.add_row(f"{nodes[0]}-{nodes[-1]}" if alike else str(node), *row)
-    return (
-        [table, "", f"... {width - MAX_COLUMNS} more", ""] if width > MAX_COLUMNS else [table, ""]
-    )
+        if len(nodes) > MAX_ROWS_ALIKE:
+            cells = [_cell(processes, with_rank=False) for processes in grid[nodes[0]]]
+            table.add_row(f"{nodes[0]}-{nodes[-1]}", *cells[:MAX_COLUMNS])
+            continue
+        for node in nodes:
+            cells = [_cell(processes, with_rank=True) for processes in grid[node]]
+            table.add_row(str(node), *cells[:MAX_COLUMNS])
+    if width > MAX_COLUMNS:
+        return [table, "", f"... {width - MAX_COLUMNS} more", ""]
+    return [table, ""]
+
+
+def _cell(processes: Sequence[tuple[int, int]], *, with_rank: bool) -> Text:
+    """What the grid shows for a GPU with these processes."""
+    letters = [_letter(index, rank if with_rank else "") for index, rank in processes]
+    return Text(" ").join(letters) or Text(".", style="dim")
 
 
 def _pool_table(plan: Plan, estimate: MemoryEstimate) -> Table:
-    table = _table(
-        "", "pool", "ranks", "roles", "memory" if plan.device == "cpu" else "memory per GPU"
-    )
+    title = "memory" if plan.device == "cpu" else "memory per GPU"
+    table = _table("", "pool", "ranks", "roles", title)
     table.columns[1].no_wrap = max(map(len, plan.pools)) <= MAX_NAME
     for index, (name, pool) in enumerate(plan.pools.items()):
-        letter, memory = _letter(index), estimate.pools.get(name)
+        letter = _letter(index)
         share = "" if pool.share == 1 else f" x {pool.share:g} GPU"
-        roles = Text(", ".join(pool.roles), style=letter.style)
-        text = Text("host memory" if plan.device == "cpu" else "memory unknown", style="dim")
-        if plan.device != "cpu" and memory is not None:
-            least = f"\n(least {memory.least / GIB:.1f})" if memory.least < memory.peak else ""
-            verdict = (
-                Text("does not fit", style="bold red")
-                if memory.excess
-                else Text("fits", style="green")
-            )
-            limit = (
-                [Text(" GiB")]
-                if memory.limit is None
-                else [Text(f" of {memory.limit / GIB:.1f} GiB, "), verdict]
-            )
-            text = Text.assemble(f"{memory.peak / GIB:.1f}", *limit, least)
+        memory = estimate.pools.get(name)
+        if plan.device == "cpu":
+            text = Text("host memory", style="dim")
+        elif memory is None:
+            text = Text("memory unknown", style="dim")
+        else:
+            text = _memory_in_words(memory)
         table.add_row(
-            letter, Text(name, style=letter.style), f"{pool.world_size}{share}", roles, text
+            letter,
+            Text(name, style=letter.style),
+            f"{pool.world_size}{share}",
+            Text(", ".join(pool.roles), style=letter.style),
+            text,
         )
     return table
+
+
+def _memory_in_words(memory: PoolMemory) -> Text:
+    """The peak of a pool, and whether it fits."""
+    if memory.limit is None:
+        limit = [Text(" GiB")]
+    elif memory.excess:
+        limit = [Text(f" of {memory.limit / GIB:.1f} GiB, ")]
+        limit.append(Text("does not fit", style="bold red"))
+    else:
+        limit = [Text(f" of {memory.limit / GIB:.1f} GiB, ")]
+        limit.append(Text("fits", style="green"))
+    least = ""
+    if memory.least < memory.peak:
+        least = f"\n(least {memory.least / GIB:.1f})"
+    return Text.assemble(f"{memory.peak / GIB:.1f}", *limit, least)
 
 
 def _memory_table(plan: Plan, estimate: MemoryEstimate) -> Table:
     """GiB of each role on one GPU. A pool's peak is one role that computes, the others idle, and
     the process itself."""
-    table = _table(
-        "GiB per GPU", numbers=[column.replace("_", "\n") for column in MEMORY_COLUMNS], gap=1
-    )
+    titles = [column.replace("_", "\n") for column in MEMORY_COLUMNS]
+    table = _table("GiB per GPU", numbers=titles, gap=1)
     for index, name in enumerate(plan.pools):
-        for role, memory in estimate.pools[name].roles.items() if name in estimate.pools else ():
-            figures = [getattr(memory, column) / GIB for column in MEMORY_COLUMNS]
-            cells = [f"{figure:.1f}" if figure else "." for figure in figures]
-            table.add_row(Text(role, style=_letter(index).style), *cells)
+        if name not in estimate.pools:
+            continue
+        style = _letter(index).style
+        for role, memory in estimate.pools[name].roles.items():
+            cells: list[str] = []
+            for column in MEMORY_COLUMNS:
+                figure = getattr(memory, column) / GIB
+                cells.append(f"{figure:.1f}" if figure else ".")
+            table.add_row(Text(role, style=style), *cells)
     return table
 
 
 def _notes(summary: PlanSummary) -> Iterator[tuple[str, str]]:
     """The title and the text of each note."""
-    plan, estimate = summary.plan, summary.memory
-    for one, pairs in groupby(summary.overlaps, key=lambda pair: pair[0]):
-        yield "overlap", f"{one} with {', '.join(other for _, other in pairs)}"
+    plan = summary.plan
+    estimate = summary.memory
+    for operation, pairs in groupby(summary.overlaps, key=lambda pair: pair[0]):
+        others = ", ".join(second for _, second in pairs)
+        yield "overlap", f"{operation} with {others}"
     if not summary.overlaps:
         yield "overlap", "none, all operations run one after another"
-    yield from (
-        ("not used", f"{role}, because {reason}") for role, reason in plan.unused_roles.items()
-    )
+    for role, reason in plan.unused_roles.items():
+        yield "not used", f"{role}, because {reason}"
     if plan.device != "cpu":
-        names: dict[tuple[str, str], list[str]] = {}
-        for operation, size in estimate.micro_batches.items():
-            amount = (
-                f"up to {size.tokens:,} tokens" if size.rows is None else f"{size.rows} sequences"
-            )
-            chosen = " (chosen)" if size.is_chosen else ""
-            activations = {None: "", True: ", activations recomputed", False: ", activations kept"}[
-                size.recomputes
-            ]
-            names.setdefault(("micro-batches", f"{amount}{chosen}{activations}"), []).append(
-                operation
-            )
-        for role, reason in estimate.unknown.items():
-            names.setdefault(("memory unknown", reason), []).append(role)
-        yield from ((title, f"{', '.join(names[title, text])}: {text}") for title, text in names)
-        if estimate.pools and all(memory.limit is None for memory in estimate.pools.values()):
-            yield (
-                "memory",
-                "the GPU's memory is not known, so sizes are for a GPU with enough memory; set --gpu-memory",
-            )
+        yield from _memory_notes(estimate)
         if plan.mps and plan.sharing_pools:
-            yield (
-                "CUDA MPS",
-                f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run",
-            )
+            pools = ", ".join(plan.sharing_pools)
+            yield "CUDA MPS", f"started on the nodes of {pools}, and stopped with the run"
     if summary.snapshot_bytes > GIB // 10:
         needed = f"{show_bytes(summary.snapshot_bytes)} of {SHARED_MEMORY}"
         yield "snapshots", f"{needed} on each node, to resume if a process dies"
     yield from summary.settings.items()
-    if reasons := [reason for reason in summary.engines.values() if reason is not None]:
-        able = (
-            ", ".join(name for name, reason in summary.engines.items() if reason is None) or "none"
-        )
-        yield "rollout engines for this model", "; ".join([able, *reasons])
+    able = [name for name, reason in summary.engines.items() if reason is None]
+    reasons = [reason for reason in summary.engines.values() if reason is not None]
+    if reasons:
+        yield "rollout engines for this model", "; ".join([", ".join(able) or "none", *reasons])
+
+
+def _memory_notes(estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
+    """How large micro-batches are, and what is not known about memory."""
+    # Operations or roles with the same note share one line.
+    names: dict[tuple[str, str], list[str]] = {}
+    for operation, size in estimate.micro_batches.items():
+        names.setdefault(("micro-batches", _size_in_words(size)), []).append(operation)
+    for role, reason in estimate.unknown.items():
+        names.setdefault(("memory unknown", reason), []).append(role)
+    for (title, text), concerned in names.items():
+        yield title, f"{', '.join(concerned)}: {text}"
+    if estimate.pools and all(pool.limit is None for pool in estimate.pools.values()):
+        reason = "the GPU's memory is not known, so sizes are for a GPU with enough memory"
+        yield "memory", f"{reason}; set --gpu-memory"
+
+
+def _size_in_words(size: MicroBatch) -> str:
+    if size.rows is None:
+        words = f"up to {size.tokens:,} tokens"
+    else:
+        words = f"{size.rows} sequences"
+    if size.is_chosen:
+        words += " (chosen)"
+    if size.recomputes is not None:
+        words += f", activations {'recomputed' if size.recomputes else 'kept'}"
+    return words
 
 
 def _warnings(estimate: MemoryEstimate, advice: Sequence[Advice]) -> Iterator[str]:
@@ -280,5 +348,8 @@ def _warnings(estimate: MemoryEstimate, advice: Sequence[Advice]) -> Iterator[st
     if estimate.excess and not advice:
         yield "  no change that was tried helps; use more GPUs or a smaller model"
     for item in advice:
-        effect = f"still {show_bytes(item.excess)} too much" if item.excess else "fits"
+        if item.excess:
+            effect = f"still {show_bytes(item.excess)} too much"
+        else:
+            effect = "fits"
         yield f"  try {item.override}  {effect}"

@@ -53,17 +53,15 @@ class Role(str):
         return core_schema.no_info_after_validator_function(cls, core_schema.str_schema())
 
 
-Role.Actor, Role.Rollout, Role.RefPolicy = Role("actor"), Role("rollout"), Role("ref")
-Role.Critic, Role.RewardModel, Role.ActorRollout = (
-    Role("critic"),
-    Role("reward_model"),
-    Role("actor_rollout"),
-)
-Role.ActorRolloutRef, Role.Env, Role.TeacherModel = (
-    Role("actor_rollout_ref"),
-    Role("env"),
-    Role("teacher"),
-)
+Role.Actor = Role("actor")
+Role.Rollout = Role("rollout")
+Role.RefPolicy = Role("ref")
+Role.Critic = Role("critic")
+Role.RewardModel = Role("reward_model")
+Role.ActorRollout = Role("actor_rollout")
+Role.ActorRolloutRef = Role("actor_rollout_ref")
+Role.Env = Role("env")
+Role.TeacherModel = Role("teacher")
 
 
 @dataclass(frozen=True)
@@ -144,11 +142,11 @@ class RoleSpec:
     @property
     def batched(self) -> list[tuple[Operation, MicroBatchKeys]]:
         """The operations that run in micro-batches, with their keys."""
-        return [
-            (operation, operation.micro_batch)
-            for operation in self.operations
-            if operation.micro_batch
-        ]
+        batched: list[tuple[Operation, MicroBatchKeys]] = []
+        for operation in self.operations:
+            if operation.micro_batch is not None:
+                batched.append((operation, operation.micro_batch))
+        return batched
 
 
 class RoleTable(BaseModel, extra="forbid"):
@@ -176,16 +174,26 @@ def _why_unused(name: str, config: Config) -> str | None:
 
 _TABLE = read_table(Path(__file__).with_suffix(".yaml"), RoleTable)
 COMBINED_ROLES = _TABLE.combined
-ROLE_SPECS = {
-    Role(spec.name): replace(spec, why_unused=partial(_why_unused, spec.name))
-    for spec in _TABLE.roles
-}
-_BY_NAME = {
-    one.name: one
-    for part in (*(spec.operations for spec in _TABLE.roles), _TABLE.driver)
-    for one in part
-}
-OPERATIONS = {name: _BY_NAME[name] for name in dict.fromkeys((*_TABLE.step, *_BY_NAME))}
+
+
+def _built_in_specs() -> dict[Role, RoleSpec]:
+    specs: dict[Role, RoleSpec] = {}
+    for spec in _TABLE.roles:
+        specs[Role(spec.name)] = replace(spec, why_unused=partial(_why_unused, spec.name))
+    return specs
+
+
+def _operations_in_order() -> dict[str, Operation]:
+    """The operations of a step in its order, and then the others in the order of the table."""
+    by_name: dict[str, Operation] = {}
+    for spec in _TABLE.roles:
+        by_name.update({operation.name: operation for operation in spec.operations})
+    by_name.update({operation.name: operation for operation in _TABLE.driver})
+    return {name: by_name[name] for name in dict.fromkeys((*_TABLE.step, *by_name))}
+
+
+ROLE_SPECS = _built_in_specs()
+OPERATIONS = _operations_in_order()
 """By name, in the order of a step, which is also the order of legends. A test compares it with the
 step itself. Operations of added roles come last."""
 FIRST_OPERATION = _TABLE.step[0]
@@ -213,25 +221,32 @@ def trained_roles() -> list[Role]:
 
 def needed_roles(config: Config) -> tuple[list[Role], dict[Role, str]]:
     """The roles that a run needs, in order, and why each other role is not used."""
-    unused = {
-        role: reason
-        for role, spec in ROLE_SPECS.items()
-        if (reason := spec.why_unused(config)) is not None
-    }
-    return [role for role in ROLE_SPECS if role not in unused], unused
+    needed: list[Role] = []
+    unused: dict[Role, str] = {}
+    for role, spec in ROLE_SPECS.items():
+        reason = spec.why_unused(config)
+        if reason is None:
+            needed.append(role)
+        else:
+            unused[role] = reason
+    return needed, unused
 
 
 def model_of(config: Config, role: Role) -> tuple[str | None, Mapping[str, Any]]:
     """The path of a role's model, and the entries of its config.json that are replaced."""
     model = config.at(ROLE_SPECS[role].model)
-    return model.path, model.override_config if isinstance(model, PolicyModelConfig) else {}
+    if isinstance(model, PolicyModelConfig):
+        return model.path, model.override_config
+    return model.path, {}
 
 
 def longest_row(config: Config, role: Role) -> int:
     """Tokens of the longest row that a role reads."""
     whole = config.data.max_prompt_length + config.data.max_response_length
     key = ROLE_SPECS[role].max_length
-    return min(whole, config.at(key) or whole) if key is not None else whole
+    if key is not None:
+        return min(whole, config.at(key) or whole)
+    return whole
 
 
 def home_of(role: Role, roles: Mapping[Role, str]) -> str:

@@ -1,8 +1,8 @@
 """A profile: what recorded runs say about the work of a step and about what each part of it costs.
 
-Owns turning spans into observations of work and time, the linear model of costs that is fitted to
-them with its uncertainty, and the work of each operation under another config and plan. Several
-recordings of the same models on the same device make a better profile. Does not simulate anything.
+Owns turning spans into observations of work and time, and the work of each operation under another
+config and plan. `planner.costs` fits costs to the observations. Several recordings of the same
+models on the same device make a better profile. Does not simulate anything.
 """
 
 import math
@@ -10,12 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from statistics import fmean, median
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rolepool.config import Config
 from rolepool.config.model_files import ShapeUnknown
@@ -29,15 +27,25 @@ from rolepool.metrics.spans import (
     Part,
     Recorded,
     Span,
-    Timeline,
     step_bounds,
 )
+from rolepool.metrics.timeline import Timeline
 from rolepool.placement.estimate import MicroBatch, shape_of
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import FIRST_OPERATION, OPERATIONS, ROLE_SPECS, Operation, Role
+from rolepool.planner.costs import (
+    ALL_VISIBLE,
+    PARTLY_VISIBLE,
+    PRIOR_SHARES,
+    PRIOR_SHARES_OF_DECODING,
+    PRIOR_SHARES_OF_REST,
+    Array,
+    LinearCost,
+    MeasuredWork,
+    Seconds,
+    Work,
+)
 from rolepool.planner.sharding import PieceSharding, ShardingCosts
-
-Array = npt.NDArray[np.float64]
 
 MAX_STEPS = 40
 """Steps of a recording that are used. More would take longer and add little."""
@@ -45,187 +53,16 @@ NUM_WARM_STEPS = 2
 """The first steps compile and allocate, so they are not used if there are others."""
 REST = "rest"
 """The time of a call outside of its parts, with fetching its inputs."""
-SYNC, SYNC_BETWEEN = "update_weights", "update_weights between pools"
+SYNC = "update_weights"
+SYNC_BETWEEN = "update_weights between pools"
+"""A sync counts as another operation if its roles are in different pools."""
 BYTES_PER_S = 1e9
 """How fast processes fetch batches, if no batch was recorded."""
-DECODE, PREFILL = "decode", "prefill"
+DECODE = "decode"
+PREFILL = "prefill"
+FETCH = "fetch"
 NO_ROLE = Role("")
 """Stands for the driver, whose work does not depend on the lengths of rows."""
-
-
-# What a piece of work costs
-
-PRIOR_SHARES = np.array([0.1, 0.75, 0.08, 0.02, 0.03, 0.02])
-"""What is assumed before anything is measured: how the time of typical work is divided among the
-features. That of decode steps is divided in another way: a step reads all weights, however many
-sequences it extends."""
-PRIOR_SHARES_OF_DECODING = np.array([0.75, 0.1, 0.08, 0.02, 0.03, 0.02])
-PRIOR_SHARES_OF_REST = np.array([0.45, 0.2, 0.0, 0.25, 0.1, 0.0])
-"""That of the rest of a call: most of it is the same for all sizes, and in it ranks wait for each
-other."""
-PRIOR_STD = np.array([0.6, 0.6, 0.1, 0.3, 0.6, 0.1])
-"""How unsure these shares are."""
-NOISE = 0.1
-"""The relative noise of one recorded time that the first fit assumes."""
-LEAST_NOISE = 0.03
-LEAST_EXPECTED = 0.05
-"""Times that are expected to be a smaller part of the mean time count as this part."""
-NUM_FITS = 3
-NUM_ALIKE = 4
-ALIKE = 3.0
-"""Amounts of work within about a third are alike."""
-STALL = 30.0
-"""Times that are so many times longer than what is usual for the assumed shares are those of a
-process that stood still. They would distort the first fit, so they are not used at all."""
-OUTLIER = 4.0
-"""Times that are so many times the usual deviation away from the first fit are not used, such as
-those of a call that was interrupted by another program."""
-
-
-NUM_AMOUNTS = 3
-"""The features that are amounts of work: pieces, tokens, attended tokens. The others are about
-several ranks."""
-OTHER_RANKS = 0.5
-"""The relative deviation of the time of sharding for numbers of ranks outside of those that were
-measured."""
-
-
-class Work(NamedTuple):
-    """An amount of work on one rank."""
-
-    num_pieces: float
-    num_tokens: float = 0.0
-    num_attended: float = 0.0
-
-    def features(self, num_ranks: int, sharding: PieceSharding | None = None) -> list[float]:
-        """What its time depends on. If it was measured what sharding adds, the last one is that
-        time. Otherwise the last three stand for collectives: that there are any, the data that each
-        rank exchanges, and the rounds of messages. Sharded models are gathered and reduced around a
-        ring of ranks, which takes one round less than there are ranks."""
-        if sharding is not None:
-            return [*self, self.num_pieces * sharding.seconds(num_ranks)]
-        is_shared, exchanged, rounds = num_ranks > 1, (num_ranks - 1) / num_ranks, num_ranks - 1
-        return [*self, *(self.num_pieces * each for each in (is_shared, exchanged, rounds))]
-
-
-class Seconds(NamedTuple):
-    """A time and its variance."""
-
-    mean: float
-    variance: float
-
-
-ALL_VISIBLE = Seconds(1.0, 0.2**2)
-"""On CPU slots nothing overlaps with collectives, so a step waits for all of the time that sharding
-was measured to take. Noise makes this unsure."""
-PARTLY_VISIBLE = Seconds(0.5, 0.3**2)
-"""On GPUs layers are gathered while others compute, so a step waits for some part between none and
-all of it."""
-
-
-class LinearCost(NamedTuple):
-    """The time of some kind of work as a linear function of its features; no coefficient is
-    negative."""
-
-    coefficients: Array
-    covariance: Array
-    noise: float
-    """The relative deviation of recorded times."""
-    sharding: PieceSharding | None = None
-    """What sharding adds to a piece of work, if it was measured."""
-
-    @classmethod
-    def fit(
-        cls,
-        seen: Sequence[tuple[Work, int, float]],
-        shares: Array = PRIOR_SHARES,
-        sharding: PieceSharding | None = None,
-        visible: Seconds = ALL_VISIBLE,
-    ) -> "LinearCost":
-        """Fit recorded times: work, the number of ranks, and seconds. Directions in which the
-        records do not vary stay as assumed before, and are as unsure. `visible` is the part of the
-        time of sharding that a step waits for."""
-        raw = np.array([work.features(num_ranks, sharding) for work, num_ranks, _ in seen])
-        times = np.array([seconds for *_, seconds in seen])
-        num_plain = raw.shape[1] - (sharding is not None)
-        scale = raw.mean(0)
-        scale = np.where(scale > 0, scale, raw[:, 0].mean())
-        is_seen = raw.mean(0)[:num_plain] > 0
-        # Work without tokens never has any. Collectives that one rank does not have are expected of
-        # several ranks.
-        prior = np.where(is_seen | (np.arange(num_plain) >= NUM_AMOUNTS), shares[:num_plain], 0.0)
-        prior[0] += 1 - prior[is_seen].sum()
-        deviations = PRIOR_STD[:num_plain]
-        ratios = times / (raw[:, :num_plain] / scale[:num_plain] @ prior)
-        kept = ratios <= STALL * np.median(ratios)
-        raw, times = raw[kept], times[kept]
-        surer = np.sqrt(_weights(raw))
-        typical_s = max(float(times.mean()), 1e-9)
-        times /= typical_s
-        if sharding is not None:
-            scale[-1] = typical_s  # this feature is a time, so its coefficient has no unit
-            others = max(LEAST_EXPECTED, 1 - visible.mean * float(raw[:, -1].mean()) / typical_s)
-            prior = np.append(prior * others, visible.mean)
-            deviations = np.append(deviations * others, math.sqrt(visible.variance))
-        features = raw / scale
-        expected = features @ prior
-        for _ in range(
-            NUM_FITS - 1
-        ):  # what a time may deviate is in proportion to what is expected
-            noise = NOISE * np.maximum(expected, LEAST_EXPECTED) / surer
-            solved, _ = _solve(features, times, noise, prior, deviations)
-            expected = features @ solved
-        expected = np.maximum(expected, LEAST_EXPECTED)
-        errors = (times - expected) / expected
-        deviation = max(float(np.median(np.abs(errors))), LEAST_NOISE)
-        usual = np.abs(errors) <= OUTLIER * deviation
-        noise = deviation * expected / surer
-        solved, covariance = _solve(features[usual], times[usual], noise[usual], prior, deviations)
-        unit = typical_s / scale
-        return cls(solved * unit, covariance * np.outer(unit, unit), deviation, sharding)
-
-    def seconds(self, work: Work, num_ranks: int) -> Seconds:
-        features = np.array(work.features(num_ranks, self.sharding))
-        mean = float(features @ self.coefficients)
-        variance = float(features @ self.covariance @ features) + (self.noise * mean) ** 2
-        if self.sharding is not None and not self.sharding.covers(num_ranks):
-            variance += (OTHER_RANKS * float(features[-1])) ** 2
-        return Seconds(mean, variance)
-
-
-def _weights(raw: Array) -> Array:
-    """How much each record counts. Records of about the same work have noise in common, such as
-    another program that runs for some steps, so many of them together count as `NUM_ALIKE`.
-    Otherwise small differences in work, and such noise, would decide what a token costs."""
-    kinds = np.round(ALIKE * np.log1p(raw)).astype(np.int64)
-    _, kind_of, counts = np.unique(kinds, axis=0, return_inverse=True, return_counts=True)
-    return np.minimum(1.0, NUM_ALIKE / counts[kind_of.reshape(-1)])
-
-
-def _solve(
-    features: Array, times: Array, noise: Array, prior: Array, deviations: Array
-) -> tuple[Array, Array]:
-    """The coefficients, none negative, and their covariance, by least squares with a prior and its
-    deviations."""
-    weights = 1 / noise**2
-    kept = np.ones(len(prior), dtype=bool)
-    covariance = np.zeros((len(prior), len(prior)))
-    solved = np.zeros(len(prior))
-    while kept.any():
-        some = features[:, kept]
-        precision = (some.T * weights) @ some + np.diag(1 / deviations[kept] ** 2)
-        part = np.linalg.inv(precision)
-        solved[kept] = part @ (some.T @ (weights * times) + prior[kept] / deviations[kept] ** 2)
-        covariance[:] = 0.0
-        covariance[np.ix_(kept, kept)] = part
-        if (solved >= 0).all():
-            break
-        kept &= solved > 0
-        solved[~kept] = 0.0
-    return solved, covariance
-
-
-# What was recorded
 
 
 class Recording(NamedTuple):
@@ -241,9 +78,11 @@ class Recording(NamedTuple):
     def step_s(self) -> float:
         """The median step time; NaN if no step was measured."""
         bounds = step_bounds(self.spans)
-        return median(
-            [bounds[step][1] - bounds[step][0] for step in measured_steps(self.spans)] or [math.nan]
-        )
+        times_s = []
+        for step in measured_steps(self.spans):
+            begin_s, end_s = bounds[step]
+            times_s.append(end_s - begin_s)
+        return median(times_s or [math.nan])
 
 
 @dataclass
@@ -270,141 +109,229 @@ class Rows:
     """Mean tokens of the prompts and responses of each generation."""
 
 
+class MeanLengths(NamedTuple):
+    """Mean tokens of prompts and responses."""
+
+    prompt: float
+    response: float
+
+
+class RowsLike(NamedTuple):
+    """The recorded rows that are most like those of a config."""
+
+    rows: Rows
+    prompt_factor: float
+    """How many times as long the prompts of the config are."""
+    response_factor: float
+
+    @property
+    def recorded(self) -> MeanLengths:
+        return MeanLengths(fmean(self.rows.num_prompt), fmean(self.rows.num_response))
+
+    @property
+    def num_tokens(self) -> float:
+        """Mean tokens of a row of the config."""
+        prompt, response = self.recorded
+        return prompt * self.prompt_factor + response * self.response_factor
+
+
 class Profile:
     """Costs and work that were measured in recordings of the same models."""
 
     def __init__(self, recordings: Iterable[Recording]) -> None:
-        self.recordings = [one for one in recordings if one.spans]
+        self.recordings = [recording for recording in recordings if recording.spans]
         self.rows: dict[tuple[int, int], Rows] = defaultdict(Rows)
         """By data.max_prompt_length and data.max_response_length."""
         self.sharing: list[Recording] = []
         """Recordings of pools that shared GPUs, whose calls slowed each other down. They are not in
         the costs."""
-        helpers = {
-            one.span.rank
-            for each in self.recordings[:1]
-            for one in each.spans
-            if one.span.pool == RULE_POOL
-        }
-        self.num_helpers = max(1, len(helpers))
+        self.num_helpers = self._count_helpers()
         """The processes of the rule reward."""
-        self._seen: dict[tuple[str, str], list[tuple[Work, int, float]]] = defaultdict(list)
-        """Work, ranks and seconds of each operation and part."""
+        self._measured: dict[tuple[str, str], list[MeasuredWork]] = defaultdict(list)
+        """Of each operation and part."""
         self._hand_overs_s: dict[str, list[float]] = defaultdict(list)
-        self._fetched = np.zeros(2)
-        """Seconds and bytes of the batches that processes fetched from the object store."""
-        for one in self.recordings:
-            if one.plan.sharing_pools and len(self.recordings) > 1:
-                self.sharing.append(one)
+        self._fetched_s = 0.0
+        self._fetched_bytes = 0
+        """The batches that processes fetched from the object store."""
+        for recording in self.recordings:
+            if recording.plan.sharing_pools and len(self.recordings) > 1:
+                self.sharing.append(recording)
             else:
-                self._observe(one, set(measured_steps(one.spans)))
-        if not self._seen:
+                self._observe(recording)
+        if not self._measured:
             raise ConfigError(
                 "predict: the run has no completed step with spans; give a run folder with some steps"
             )
-        self.sharding = ShardingCosts(time for one in self.recordings for time in one.sharding)
-        self.costs = {key: self._fit(*key) for key in self._seen}
-        took_s, num_bytes = self._fetched
-        self.bytes_per_s = num_bytes / took_s if took_s else BYTES_PER_S
+        sharding_times: list[ShardingTime] = []
+        for recording in self.recordings:
+            sharding_times.extend(recording.sharding)
+        self.sharding = ShardingCosts(sharding_times)
+        self.costs = {
+            (operation, part): self._fit(operation, part) for operation, part in self._measured
+        }
+        self.bytes_per_s = BYTES_PER_S
+        if self._fetched_s:
+            self.bytes_per_s = self._fetched_bytes / self._fetched_s
         self.hand_over_s = {
             operation: median(seconds) for operation, seconds in self._hand_overs_s.items()
         }
 
+    def _count_helpers(self) -> int:
+        ranks: set[int] = set()
+        for recording in self.recordings[:1]:
+            for recorded in recording.spans:
+                if recorded.span.pool == RULE_POOL:
+                    ranks.add(recorded.span.rank)
+        return max(1, len(ranks))
+
+    def is_measured(self, operation: str) -> bool:
+        return any(measured == operation for measured, _ in self.costs)
+
     def _fit(self, operation: str, part: str) -> LinearCost:
         """The cost of a part of an operation."""
-        shares = {DECODE: PRIOR_SHARES_OF_DECODING, REST: PRIOR_SHARES_OF_REST}.get(
-            part, PRIOR_SHARES
-        )
-        visible = ALL_VISIBLE if self.recordings[0].plan.device == "cpu" else PARTLY_VISIBLE
+        shares = PRIOR_SHARES
+        if part == DECODE:
+            shares = PRIOR_SHARES_OF_DECODING
+        elif part == REST:
+            shares = PRIOR_SHARES_OF_REST
+        visible = PARTLY_VISIBLE
+        if self.recordings[0].plan.device == "cpu":
+            visible = ALL_VISIBLE
         return LinearCost.fit(
-            self._seen[operation, part], shares, self._sharding_of(operation, part), visible
+            measured=self._measured[operation, part],
+            shares=shares,
+            sharding=self._sharding_of(operation, part),
+            visible=visible,
         )
 
     def _sharding_of(self, operation: str, part: str) -> PieceSharding | None:
         """What sharding adds to each piece of a part; None if that was not measured, or if the
         model is not known."""
-        role = next(
-            (
-                role
-                for role, spec in ROLE_SPECS.items()
-                if OPERATIONS.get(operation) in spec.operations
-            ),
-            None,
-        )
+        role = _role_of(operation)
         if role is None or not self.sharding.is_measured:
             return None
         with suppress(ShapeUnknown):
             shape = shape_of(self.recordings[0].config, role)
-            return self.sharding.of_model(part, shape.num_layers + 1, shape.num_params)
+            # The embeddings are gathered on their own, like a layer.
+            num_units = shape.num_layers + 1
+            return self.sharding.of_model(part, num_units, shape.num_params)
         return None
 
-    def _observe(self, one: Recording, steps: set[int]) -> None:
-        """Add what the calls of these steps tell."""
-        data, homes = one.config.data, one.plan.roles
-        rows = self.rows[data.max_prompt_length, data.max_response_length]
-        num_rows = data.train_batch_size * one.config.actor_rollout_ref.rollout.n
-        is_sync_between = homes.get(Role.Actor) != homes.get(Role.Rollout)
+    def _observe(self, recording: Recording) -> None:
+        """Add what the calls of a recording tell."""
+        steps = set(measured_steps(recording.spans))
         # With the steps before, because their calls are what the first calls of a step waited for.
-        timeline = Timeline(each for each in one.spans if {each.step, each.step + 1} & steps)
-        calls: dict[tuple[int, str, int], list[int]] = defaultdict(list)
-        for position, (step, operation, span) in enumerate(timeline):
-            if step in steps and operation not in BETWEEN_STEPS:
-                # A sync between pools has several calls in each of them; they count as one.
-                calls[
-                    step, operation, 0 if operation == SYNC and is_sync_between else span.call
-                ].append(position)
-        for (_, operation, _), positions in calls.items():
-            of_call = [timeline[position].span for position in positions]
-            first, last = of_call[0], max(of_call, key=lambda span: span.end_s)
-            is_sync_of_several = operation == SYNC and is_sync_between
-            # The ranks of a pool start a call when each of them has ended the one before. A rank
-            # that comes early waits for the others inside the call, so a call counts from the start
-            # of its latest rank.
-            latest = first if is_sync_of_several else of_call[-1]
-            caused_s = max(
-                timeline.cause_s(at) for at in positions if timeline[at].span.call == first.call
-            )
-            if first.pool != DRIVER and math.isfinite(caused_s):
-                self._hand_overs_s[operation].append(max(0.0, latest.start_s - caused_s))
-            if is_sync_of_several:
-                ranks = one.plan.pool_of(Role.Actor).world_size
-                self._seen[SYNC_BETWEEN, REST].append((Work(1), ranks, last.end_s - first.start_s))
-                continue
-            ranks = ranks_of(one.config, one.plan, last.role, last.pool, operation)
-            # If ranks wait for each other, the latest one waits least. Otherwise a call takes as
-            # long as its slowest.
-            counted = latest if ranks > 1 else last
-            took_s = last.end_s - latest.start_s
-            for name, work, seconds in _works_of(counted, num_rows):
-                more_s = max(-seconds, took_s - counted.duration_s) if name == REST else 0.0
-                self._seen[operation, name].append((work, ranks, seconds + more_s))
-            total = rows.totals[operation]
-            for span in of_call:
-                total.num_calls += 1
-                total.num_rows += num_rows if span.pool == DRIVER else span.num_rows
-                self._fetched += span.part_seconds.get("fetch", 0.0), span.num_bytes
-                for name, work, _ in _works_of(span, num_rows):
-                    total.parts[name] += work
-            if operation == FIRST_OPERATION:
-                _add_generation(rows, data, max(of_call, key=lambda span: span.duration_s))
-
-    def rows_like(self, config: Config) -> tuple[Rows, float, float]:
-        """The recorded rows whose lengths are nearest to those of a config, and how many times as
-        long its prompts and responses are. Lengths are assumed to grow with the largest lengths
-        that the config allows."""
-        prompt, response = config.data.max_prompt_length, config.data.max_response_length
-        nearest = min(
-            self.rows,
-            key=lambda key: abs(math.log(key[0] / prompt)) + abs(math.log(key[1] / response)),
+        timeline = Timeline(
+            recorded
+            for recorded in recording.spans
+            if recorded.step in steps or recorded.step + 1 in steps
         )
-        return self.rows[nearest], prompt / nearest[0], response / nearest[1]
+        is_sync_between = _syncs_between_pools(recording)
+        rows = self.rows[_largest_lengths(recording.config)]
+        for operation, positions in _calls_of(timeline, steps, is_sync_between).items():
+            if operation.name == SYNC and is_sync_between:
+                self._observe_sync_between(recording, timeline, positions)
+            else:
+                self._observe_call(recording, rows, timeline, operation.name, positions)
+
+    def _observe_sync_between(
+        self, recording: Recording, timeline: Timeline, positions: Sequence[int]
+    ) -> None:
+        """A weight sync from one pool to another. Its spans are those of several calls."""
+        spans = [timeline[position].span for position in positions]
+        first = spans[0]
+        self._add_hand_over(SYNC, timeline, positions, first)
+        took_s = max(span.end_s for span in spans) - first.start_s
+        num_ranks = recording.plan.pool_of(Role.Actor).world_size
+        self._measured[SYNC_BETWEEN, REST].append(MeasuredWork(Work(1), num_ranks, took_s))
+
+    def _observe_call(
+        self,
+        recording: Recording,
+        rows: Rows,
+        timeline: Timeline,
+        operation: str,
+        positions: Sequence[int],
+    ) -> None:
+        """A call, of which each rank has a span."""
+        spans = [timeline[position].span for position in positions]
+        # The ranks of a pool start a call when each of them has ended the one before. A rank that
+        # comes early waits for the others inside the call, so a call counts from the start of its
+        # latest rank.
+        latest = spans[-1]
+        last_to_end = max(spans, key=lambda span: span.end_s)
+        self._add_hand_over(operation, timeline, positions, latest)
+
+        config = recording.config
+        num_ranks = ranks_of(config, recording.plan, last_to_end.role, last_to_end.pool, operation)
+        # If ranks wait for each other, the latest one waits least. Otherwise a call takes as long
+        # as its slowest.
+        counted = last_to_end
+        if num_ranks > 1:
+            counted = latest
+        took_s = last_to_end.end_s - latest.start_s
+        for part, work, seconds in _works_of(counted, config.rows_of_step):
+            if part == REST:
+                # What the counted rank does not explain of the time of the call.
+                seconds += max(-seconds, took_s - counted.duration_s)
+            self._measured[operation, part].append(MeasuredWork(work, num_ranks, seconds))
+
+        self._add_totals(rows.totals[operation], spans, config.rows_of_step)
+        if operation == FIRST_OPERATION:
+            slowest = max(spans, key=lambda span: span.duration_s)
+            _add_generation(rows, config.data, slowest)
+
+    def _add_hand_over(
+        self, operation: str, timeline: Timeline, positions: Sequence[int], begun: Span
+    ) -> None:
+        """Note how long after the end of what it waited for a call has begun."""
+        first_call = timeline[positions[0]].span.call
+        caused_s = max(
+            timeline.cause_s(position)
+            for position in positions
+            if timeline[position].span.call == first_call
+        )
+        # Nothing is handed over to the driver, and nothing causes the first call of a recording.
+        if timeline[positions[0]].span.pool != DRIVER and math.isfinite(caused_s):
+            self._hand_overs_s[operation].append(max(0.0, begun.start_s - caused_s))
+
+    def _add_totals(self, totals: Totals, spans: Iterable[Span], num_rows: int) -> None:
+        for span in spans:
+            totals.num_calls += 1
+            if span.pool == DRIVER:
+                totals.num_rows += num_rows
+            else:
+                totals.num_rows += span.num_rows
+            self._fetched_s += span.part_seconds.get(FETCH, 0.0)
+            self._fetched_bytes += span.num_bytes
+            for part, work, _ in _works_of(span, num_rows):
+                totals.parts[part] += work
+
+    def rows_like(self, config: Config) -> RowsLike:
+        """The recorded rows whose lengths are nearest to those of a config. Lengths are assumed to
+        grow with the largest lengths that the config allows."""
+        prompt, response = _largest_lengths(config)
+
+        def distance(lengths: tuple[int, int]) -> float:
+            of_prompt, of_response = lengths
+            return abs(math.log(of_prompt / prompt)) + abs(math.log(of_response / response))
+
+        nearest = min(self.rows, key=distance)
+        nearest_prompt, nearest_response = nearest
+        return RowsLike(
+            rows=self.rows[nearest],
+            prompt_factor=prompt / nearest_prompt,
+            response_factor=response / nearest_response,
+        )
 
     def seconds(self, operation: str, work: Mapping[str, Work], num_ranks: int) -> Seconds:
         """The time of a call of an operation."""
         parts = [
-            self.costs[operation, name].seconds(amount, num_ranks) for name, amount in work.items()
+            self.costs[operation, part].seconds(amount, num_ranks) for part, amount in work.items()
         ]
-        return Seconds(sum(part.mean for part in parts), sum(part.variance for part in parts))
+        mean = sum(part.mean for part in parts)
+        variance = sum(part.variance for part in parts)
+        return Seconds(mean, variance)
 
     def work(
         self,
@@ -416,66 +343,153 @@ class Profile:
     ) -> dict[str, Work]:
         """The work of one call of an operation on each of the ranks or groups that share it, by
         part."""
-        rows, of_prompt, of_response = self.rows_like(config)
-        prompt, response = fmean(rows.num_prompt), fmean(rows.num_response)
-        longer = (prompt * of_prompt + response * of_response) / (prompt + response)
-        num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n / num_parts
-        total, found = rows.totals[operation.name], {}
-        each = num_rows / max(total.num_rows, 1)
-        num_batches = 1.0
-        if operation.trains:
-            key = f"{ROLE_SPECS[role].section}.ppo_mini_batch_size"
-            num_batches = max(1.0, config.data.train_batch_size / config.at(key))
-        for part, (pieces, tokens, attended) in total.parts.items():
-            factor = of_prompt if part == PREFILL else 1.0 if role == NO_ROLE else longer
-            amount = Work(
-                pieces / total.num_calls, tokens * each * factor, attended * each * factor**2
+        like = self.rows_like(config)
+        recorded = like.recorded
+        longer = like.num_tokens / (recorded.prompt + recorded.response)
+        totals = like.rows.totals[operation.name]
+        num_rows = config.rows_of_step / num_parts
+        row_factor = num_rows / max(totals.num_rows, 1)
+        works = {}
+        for part, (num_pieces, num_tokens, num_attended) in totals.parts.items():
+            if part == DECODE and like.rows.live:
+                works[part] = _decode(config, like, num_rows)
+                continue
+            length_factor = longer
+            if part == PREFILL:
+                length_factor = like.prompt_factor
+            elif role == NO_ROLE:
+                length_factor = 1.0
+            work = Work(
+                num_pieces=num_pieces / totals.num_calls,
+                num_tokens=num_tokens * row_factor * length_factor,
+                num_attended=num_attended * row_factor * length_factor**2,
             )
-            if part == DECODE and rows.live:
-                amount = _decode(config, rows, num_rows, of_prompt, of_response)
-            elif part != REST and size is not None:
-                num_pieces = (
-                    num_batches  # updates, if the part has no tokens; otherwise micro-batches
-                )
-                if amount.num_tokens:
-                    most = size.rows or max(1.0, size.tokens // (amount.num_tokens / num_rows))
-                    num_pieces *= math.ceil(num_rows / num_batches / most)
-                amount = amount._replace(num_pieces=num_pieces)
-            found[part] = amount
-        return found
+            if part != REST and size is not None:
+                num_batches = _num_mini_batches(config, role, operation)
+                work = _in_micro_batches(work, size, num_rows, num_batches)
+            works[part] = work
+        return works
 
 
-def _decode(
-    config: Config, rows: Rows, num_rows: float, of_prompt: float, of_response: float
-) -> Work:
+class _Operation(NamedTuple):
+    """What the spans of one call have in common."""
+
+    step: int
+    name: str
+    call: int
+
+
+def _calls_of(
+    timeline: Timeline, steps: set[int], is_sync_between: bool
+) -> dict[_Operation, list[int]]:
+    """The positions of the spans of each call of these steps."""
+    calls: dict[_Operation, list[int]] = defaultdict(list)
+    for position, (step, operation, span) in enumerate(timeline):
+        if step not in steps or operation in BETWEEN_STEPS:
+            continue
+        call = span.call
+        if operation == SYNC and is_sync_between:
+            # It has several calls in each of its pools; they count as one.
+            call = 0
+        calls[_Operation(step, operation, call)].append(position)
+    return calls
+
+
+def _syncs_between_pools(recording: Recording) -> bool:
+    homes = recording.plan.roles
+    return homes.get(Role.Actor) != homes.get(Role.Rollout)
+
+
+def _largest_lengths(config: Config) -> tuple[int, int]:
+    return config.data.max_prompt_length, config.data.max_response_length
+
+
+def _role_of(operation: str) -> Role | None:
+    for role, spec in ROLE_SPECS.items():
+        if OPERATIONS.get(operation) in spec.operations:
+            return role
+    return None
+
+
+def _num_mini_batches(config: Config, role: Role, operation: Operation) -> float:
+    if not operation.trains:
+        return 1.0
+    key = f"{ROLE_SPECS[role].section}.ppo_mini_batch_size"
+    mini_batch_size: int = config.at(key)
+    return max(1.0, config.data.train_batch_size / mini_batch_size)
+
+
+def _in_micro_batches(work: Work, size: MicroBatch, num_rows: float, num_batches: float) -> Work:
+    """The same work in pieces of this size. Work without tokens, such as that of an optimizer, is
+    done once for each mini-batch."""
+    num_pieces = num_batches
+    if work.num_tokens:
+        tokens_per_row = work.num_tokens / num_rows
+        rows_per_piece = size.rows or max(1.0, size.tokens // tokens_per_row)
+        num_pieces *= math.ceil(num_rows / num_batches / rows_per_piece)
+    return work._replace(num_pieces=num_pieces)
+
+
+def _decode(config: Config, like: RowsLike, num_rows: float) -> Work:
     """The decode steps of a rank with so many rows: as many running sequences in each step as in
     the recorded generations with the most similar number of rows, in proportion."""
+    live = like.rows.live
     nearest = min(
-        (number for number, _ in rows.live), key=lambda number: abs(math.log(number / num_rows))
+        (number for number, _ in live), key=lambda number: abs(math.log(number / num_rows))
     )
-    alike = [parts for number, parts in rows.live if number == nearest]
+    generations = [parts for number, parts in live if number == nearest]
+
     slots = config.actor_rollout_ref.rollout.max_num_seqs
-    waves, at_once = max(1.0, num_rows / slots), min(num_rows, slots)
-    prompt, half_response = fmean(rows.num_prompt), fmean(rows.num_response) / 2
-    longer = (prompt * of_prompt + half_response * of_response) / (prompt + half_response)
-    steps = tokens = attended = 0.0
-    for part in chain.from_iterable(alike):
-        running = part.num_tokens / part.num_pieces / nearest * at_once
-        if running >= 0.5:
-            num_steps = part.num_pieces * of_response * waves / len(alike)
+    num_waves = max(1.0, num_rows / slots)
+    at_once = min(num_rows, slots)
+
+    # A decode step reads the prompt and, on average, half of the response.
+    prompt, response = like.recorded
+    half_response = response / 2
+    longer = (prompt * like.prompt_factor + half_response * like.response_factor) / (
+        prompt + half_response
+    )
+
+    steps = 0.0
+    tokens = 0.0
+    attended = 0.0
+    for parts in generations:
+        for part in parts:
+            running = part.num_tokens / part.num_pieces / nearest * at_once
+            if running < 0.5:
+                continue
+            num_steps = part.num_pieces * like.response_factor * num_waves / len(generations)
+            num_tokens = num_steps * max(1.0, running)
             steps += num_steps
-            tokens += num_steps * max(1.0, running)
-            attended += num_steps * max(1.0, running) * part.num_attended / part.num_tokens * longer
+            tokens += num_tokens
+            attended += num_tokens * part.num_attended / part.num_tokens * longer
     return Work(steps, tokens, attended)
 
 
-def _works_of(span: Span, num_rows: int) -> list[tuple[str, Work, float]]:
-    """The parts of a call on a rank: their names, work and seconds. The driver's work is in
-    proportion to the rows of the whole batch."""
-    counted = [part for part in span.parts if part.name != "fetch"]
-    rest_s = max(0.0, span.duration_s - sum(part.seconds for part in counted))
-    rest = Work(1, num_rows if span.pool == DRIVER else span.num_tokens)
-    return [*((part.name, Work(*part[2:]), part.seconds) for part in counted), (REST, rest, rest_s)]
+class PartOfCall(NamedTuple):
+    """The work and time of a part of a call on one rank."""
+
+    name: str
+    work: Work
+    seconds: float
+
+
+def _works_of(span: Span, num_rows: int) -> list[PartOfCall]:
+    """The parts of a call on a rank. The driver's work is in proportion to the rows of the whole
+    batch."""
+    works = []
+    parts_s = 0.0
+    for part in span.parts:
+        if part.name == FETCH:
+            continue
+        work = Work(part.num_pieces, part.num_tokens, part.num_attended)
+        works.append(PartOfCall(part.name, work, part.seconds))
+        parts_s += part.seconds
+    amount = span.num_tokens
+    if span.pool == DRIVER:
+        amount = num_rows
+    works.append(PartOfCall(REST, Work(1, amount), max(0.0, span.duration_s - parts_s)))
+    return works
 
 
 def ranks_of(config: Config, plan: Plan, role: str, pool: str, operation: str) -> int:
@@ -492,24 +506,24 @@ def ranks_of(config: Config, plan: Plan, role: str, pool: str, operation: str) -
 def measured_steps(spans: Iterable[Recorded]) -> list[int]:
     """The steps of a recording that are used: not the first ones, and not a step that has not
     ended."""
-    steps = sorted({one.step for one in spans if one.operation == FIRST_OPERATION})
-    used = steps[min(NUM_WARM_STEPS, max(0, len(steps) - 2)) :]
+    steps = sorted({recorded.step for recorded in spans if recorded.operation == FIRST_OPERATION})
+    num_skipped = min(NUM_WARM_STEPS, max(0, len(steps) - 2))
+    used = steps[num_skipped:]
     stride = max(1, len(used) // MAX_STEPS)
     return used[::stride]
 
 
 def _add_generation(rows: Rows, data: DataConfig, slowest: Span) -> None:
-    decoded = [part for part in slowest.parts if part.name == DECODE and part.num_tokens]
+    """Add the lengths of a generation, and the decode steps of its slowest rank."""
     num_tokens = slowest.num_tokens / max(1, slowest.num_rows)
-    # If it is not recorded, prompts and responses are assumed to be in proportion to their largest
-    # lengths.
-    num_sampled = (
-        num_tokens * data.max_response_length / (data.max_prompt_length + data.max_response_length)
-    )
+    decoded = [part for part in slowest.parts if part.name == DECODE and part.num_tokens]
     if decoded and slowest.num_rows:
         rows.live.append((slowest.num_rows, decoded))
-        num_sampled = (
-            sum(part.num_tokens for part in decoded) / slowest.num_rows + 1
-        )  # one comes from the prefill
+        # The first token of each response comes from the prefill.
+        num_sampled = sum(part.num_tokens for part in decoded) / slowest.num_rows + 1
+    else:
+        # Prompts and responses are assumed to be in proportion to their largest lengths.
+        largest = data.max_prompt_length + data.max_response_length
+        num_sampled = num_tokens * data.max_response_length / largest
     rows.num_response.append(max(1.0, num_sampled))
     rows.num_prompt.append(max(1.0, num_tokens - num_sampled))

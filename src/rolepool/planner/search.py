@@ -1,44 +1,73 @@
 """The search for the best placement: which roles share a pool, and how large each pool is.
 
-Owns the candidates. All ways to group the roles and all sizes that divide the batches are tried on
-the simulator, whole arrays of sizes at a time; only the best ones become predictions. If there are
-very many sizes, some are tried first, and then those next to the best ones.
+All ways to group the roles and all sizes that divide the batches are tried on the simulator, whole
+arrays of sizes at a time; only the best ones become predictions. If there are very many sizes, some
+are tried first, and then those next to the best ones.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import cache, partial
-from itertools import islice, product
-from operator import itemgetter
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import product
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rolepool.config import Config
-from rolepool.errors import ConfigError, RolepoolError
+from rolepool.errors import ConfigError
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import MemoryEstimate
-from rolepool.placement.parallel import dims_of
-from rolepool.placement.plan import (
-    Plan,
-    ResourcePool,
-    ResourcePoolManager,
-    ScheduledCall,
-    build_plan,
-    place,
-)
+from rolepool.placement.plan import Plan, ScheduledCall
 from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles
-from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor, simulate
+from rolepool.planner.layouts import (
+    Group,
+    allowed_sizes,
+    changes_for,
+    layouts,
+    partitions,
+    plan_of_group,
+)
+from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
+from rolepool.planner.simulation import Times, simulate_many
 
 Objective = Literal["time", "throughput_per_gpu"]
-Group = tuple[Role, ...]
 Sizes = npt.NDArray[np.int64]
-MAX_GRID, MAX_TRIED, NUM_KEPT = 50_000, 1_000, 20
-"""Combinations of sizes: the most that are listed and simulated at once, and those whose neighbours
-are tried."""
-NUM_BEST, NUM_TRIED = 5, 12
-"""How many placements are returned, and how many of the best are looked at in full."""
+"""Sizes of pools: those of one group of roles, or a row for each combination of all groups."""
+StepTimes = Callable[[Sizes], Times]
+"""The step time for each row of sizes, which is infinite if a pool does not fit."""
+
+MAX_GRID = 50_000
+"""The most combinations of sizes that are listed at once."""
+MAX_TRIED = 1_000
+"""The most combinations that are simulated at once."""
+NUM_KEPT = 20
+"""Combinations whose neighbours are tried."""
+NUM_BEST = 5
+"""Placements that are returned."""
+NUM_TRIED = 12
+"""The best candidates that are looked at in full."""
+
+
+class ScoredSizes(NamedTuple):
+    """The size of each group's pool, and the score of the step with them; less is better."""
+
+    score: float
+    sizes: tuple[int, ...]
+
+
+class Candidate(NamedTuple):
+    """A placement that was only simulated, without the pools slowing each other down."""
+
+    score: float
+    groups: tuple[Group, ...]
+    sizes: tuple[int, ...]
+    config: Config
+    """With the tensor-parallel size of the candidate."""
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """The fastest comes first; among equals, the one with fewer pools and fewer GPUs."""
+        return self.score, len(self.groups), sum(self.sizes)
 
 
 def search(
@@ -49,236 +78,194 @@ def search(
 
     Raises ConfigError if no placement can run.
     """
-    found = []  # what candidates are sorted by, their pools and sizes, and the config with their tensor-parallel size
-    for parallel in sorted(
-        {one.config.at(TENSOR_PARALLEL) for one in predictor.profile.recordings}
-    ):
-        changed = config.with_value(TENSOR_PARALLEL, parallel)
-        roles, step_times = needed_roles(changed)[0], _step_times(predictor, changed)
-        sizes = {role: allowed_sizes(changed, role, inventory) for role in roles}
-        for groups in partitions(roles):
-            choices = [
-                np.array(sorted(set.intersection(*(sizes[role] for role in group))))
-                for group in groups
-            ]
-            scored = _best_sizes(partial(step_times, groups), choices, sum(inventory), objective)
-            found.extend(
-                [
-                    ((score, len(groups), sum(chosen)), groups, chosen, changed)
-                    for score, chosen in scored
-                ]
-            )
+    recordings = predictor.profile.recordings
+    parallel_sizes = {recording.config.at(TENSOR_PARALLEL) for recording in recordings}
+    candidates: list[Candidate] = []
+    for tensor_parallel in sorted(parallel_sizes):
+        changed = config.with_value(TENSOR_PARALLEL, tensor_parallel)
+        candidates += _candidates(predictor, changed, inventory, objective)
+    candidates.sort(key=lambda candidate: candidate.order)
+
     best: list[Prediction] = []
-    for _, groups, chosen, changed in sorted(found, key=itemgetter(0))[:NUM_TRIED]:
-        for plan in layouts(changed, groups, chosen, inventory):
-            if not find_problems(changed, plan):
-                changes = changes_for(config, plan, changed.at(TENSOR_PARALLEL))
-                name = " ".join(f"{key}={value}".replace(" ", "") for key, value in changes.items())
-                best.append(predictor.predict(name, changed, plan))
-                break
+    for candidate in candidates[:NUM_TRIED]:
+        prediction = _predict(predictor, config, candidate, inventory)
+        if prediction is not None:
+            best.append(prediction)
     if not best:
         raise ConfigError(
             "predict --search: no placement of these GPUs divides the batches and fits in memory"
         )
-    # Of placements that are as fast, the simplest comes first.
-    best.sort(
-        key=lambda one: (
-            float(f"{score_of(one, objective):.4g}"),
-            len(one.plan.pools),
-            len(one.name),
-        )
-    )
+
+    def order(prediction: Prediction) -> tuple[float, int, int]:
+        """Among placements that are about as fast, the simplest comes first."""
+        rounded_score = float(f"{score_of(prediction, objective):.4g}")
+        return rounded_score, len(prediction.plan.pools), len(prediction.name)
+
+    best.sort(key=order)
     return best[:NUM_BEST]
 
 
-def score_of(one: Prediction, objective: Objective) -> float:
-    return one.step_s if objective == "time" else one.step_s * len(one.plan.slots)
+def score_of(prediction: Prediction, objective: Objective) -> float:
+    """What is made as small as possible."""
+    if objective == "time":
+        return prediction.step_s
+    return prediction.step_s * len(prediction.plan.slots)
+
+
+def _candidates(
+    predictor: Predictor, config: Config, inventory: Sequence[int], objective: Objective
+) -> list[Candidate]:
+    """The best sizes of all ways to group the roles."""
+    roles, _ = needed_roles(config)
+    simulator = _Simulator(predictor, config)
+    allowed = {role: allowed_sizes(config, role, inventory) for role in roles}
+    candidates: list[Candidate] = []
+    for groups in partitions(roles):
+        choices = []
+        for group in groups:
+            in_common = set.intersection(*(allowed[role] for role in group))
+            choices.append(np.array(sorted(in_common)))
+        step_times = simulator.step_times_of(groups)
+        for score, sizes in _best_sizes(step_times, choices, sum(inventory), objective):
+            candidates.append(Candidate(score, groups, sizes, config))
+    return candidates
+
+
+def _predict(
+    predictor: Predictor, config: Config, candidate: Candidate, inventory: Sequence[int]
+) -> Prediction | None:
+    """The prediction for the first layout of a candidate that can run; None if none can."""
+    for plan in layouts(candidate.config, candidate.groups, candidate.sizes, inventory):
+        if find_problems(candidate.config, plan):
+            continue
+        changes = changes_for(config, plan, candidate.config.at(TENSOR_PARALLEL))
+        words = [f"{key}={value}".replace(" ", "") for key, value in changes.items()]
+        return predictor.predict(" ".join(words), candidate.config, plan)
+    return None
 
 
 def _best_sizes(
-    step_times: Callable[[Sizes], Any],
-    choices: Sequence[Sizes],
-    num_gpus: int,
-    objective: Objective,
-) -> list[tuple[float, tuple[int, ...]]]:
-    """The best sizes of groups of roles, with their scores. If there are too many combinations,
-    every second size is tried, or every fourth, and so on; then the sizes next to those of the best
-    combinations."""
+    step_times: StepTimes, choices: Sequence[Sizes], num_gpus: int, objective: Objective
+) -> list[ScoredSizes]:
+    """The best sizes of groups of roles. If there are too many combinations, every second size is
+    tried, or every fourth, and so on; then the sizes next to those of the best combinations."""
     stride = 1
-    while (tried := _grid(choices, num_gpus, stride)) is None:
+    grid = _grid(choices, num_gpus, stride)
+    while grid is None:
         stride *= 2
+        grid = _grid(choices, num_gpus, stride)
+
+    tried = grid
     while True:
-        step_s, used = step_times(tried), tried.sum(1)
-        scores = step_s if objective == "time" else step_s * used
+        scores = step_times(tried)
+        if objective == "throughput_per_gpu":
+            scores = scores * tried.sum(1)
         best = np.argsort(scores, kind="stable")[:NUM_KEPT]
         if stride == 1:
-            return [
-                (float(scores[at]), tuple(tried[at].tolist()))
-                for at in best[:NUM_BEST]
-                if np.isfinite(scores[at])
-            ]
+            break
         stride //= 2
-        nearby = [map(partial(_around, stride), choices, tried[at]) for at in best]
-        tried = np.unique(
-            [sizes for one in nearby for sizes in product(*one) if sum(sizes) <= num_gpus], axis=0
-        )
+        nearby: list[tuple[int, ...]] = []
+        for row in best:
+            nearby += _neighbours(choices, tried[row], stride, num_gpus)
+        tried = np.unique(nearby, axis=0)
+
+    best_sizes = []
+    for row in best[:NUM_BEST]:
+        if np.isfinite(scores[row]):
+            best_sizes.append(ScoredSizes(float(scores[row]), tuple(tried[row].tolist())))
+    return best_sizes
 
 
 def _grid(choices: Sequence[Sizes], num_gpus: int, stride: int) -> Sizes | None:
     """All combinations of every n-th size of each group, one in each row; None if there are too
     many."""
-    some = [of_group[::stride] for of_group in choices]
-    if np.prod([len(of_group) for of_group in some]) > MAX_GRID:
+    sizes_of_groups = [sizes[::stride] for sizes in choices]
+    if np.prod([len(sizes) for sizes in sizes_of_groups]) > MAX_GRID:
         return None
-    found = np.stack(np.meshgrid(*some, indexing="ij"), axis=-1).reshape(-1, len(choices))
-    found = found[found.sum(1) <= num_gpus]
-    return found if len(found) <= MAX_TRIED else None
+    axes = np.meshgrid(*sizes_of_groups, indexing="ij")
+    grid: Sizes = np.stack(axes, axis=-1).reshape(-1, len(choices))
+    grid = grid[grid.sum(1) <= num_gpus]
+    if len(grid) > MAX_TRIED:
+        return None
+    return grid
 
 
-def _around(stride: int, sizes: Sizes, size: int) -> Sizes:
-    """The size itself, and those so many places before and after it."""
-    at = int(np.searchsorted(sizes, size))
-    return sizes[[place for place in (at - stride, at, at + stride) if 0 <= place < len(sizes)]]
+def _neighbours(
+    choices: Sequence[Sizes], combination: Sizes, stride: int, num_gpus: int
+) -> list[tuple[int, ...]]:
+    """The combinations in which the size of each group is at most one stride away in its choices,
+    and which fit on the GPUs."""
+    nearby = []
+    for sizes, size in zip(choices, combination, strict=True):
+        place = int(np.searchsorted(sizes, size))
+        places = [place - stride, place, place + stride]
+        nearby.append([sizes[index] for index in places if 0 <= index < len(sizes)])
+    return [sizes for sizes in product(*nearby) if sum(sizes) <= num_gpus]
 
 
-def _step_times(predictor: Predictor, config: Config) -> Callable[[Sequence[Group], Sizes], Any]:
-    """A function that simulates many sizes of groups of roles at once. The times of calls are
-    computed only once for each group and size of its pool."""
-    schedule = predictor.schedule_of(config)
+class _Simulator:
+    """Simulates many sizes of groups of roles at once. The times of calls are computed only once
+    for each group and size of its pool."""
 
-    @cache
-    def alone(group: Group, size: int) -> tuple[Plan, MemoryEstimate]:
-        plan = _alone(config, group, size)
-        return plan, predictor.memory(config, plan)
+    def __init__(self, predictor: Predictor, config: Config) -> None:
+        self.predictor = predictor
+        self.config = config
+        self.schedule = predictor.schedule_of(config)
+        # Caches of one simulator, which end with it.
+        self._plan_of_group = cache(self._make_plan)
+        self._seconds_of_call = cache(self._compute_seconds)
 
-    @cache
-    def seconds(call: ScheduledCall, group: Group, size: int, is_whole: bool) -> float:
+    def step_times_of(self, groups: Sequence[Group]) -> StepTimes:
+        """The function that simulates these groups with many sizes."""
+        homes: dict[Role, str] = {}
+        for group in groups:
+            homes.update(dict.fromkeys(group, "+".join(group)))
+
+        def step_times(sizes: Sizes) -> Times:
+            times: dict[str, Times] = {}
+            for call in self.schedule.calls[:-1]:
+                times[call.operation] = self._seconds(call, groups, sizes)
+            with np.errstate(invalid="ignore"):  # infinite times
+                steps = simulate_many(
+                    self.schedule, homes, times, self.predictor.profile.hand_over_s
+                )
+                return steps.step_s
+
+        return step_times
+
+    def _seconds(self, call: ScheduledCall, groups: Sequence[Group], sizes: Sizes) -> Times:
+        """The time of a call for each row of sizes."""
+        # The time of a weight sync depends on the pool of the role that is trained.
+        trained = {role for role in call.roles if ROLE_SPECS[role].is_trained}
+        deciding = trained or call.roles
+        # The driver and the rule reward are in no group, so no size changes their time.
+        group: Group = ()
+        group_sizes: Sizes = np.zeros(len(sizes), dtype=int)
+        for number, candidate in enumerate(groups):
+            if deciding.intersection(candidate):
+                group = candidate
+                group_sizes = sizes[:, number]
+                break
+        is_whole = call.roles.issubset(group)
+        different, index = np.unique(group_sizes, return_inverse=True)
+        seconds = [
+            self._seconds_of_call(call, group, size, is_whole) for size in different.tolist()
+        ]
+        return np.array(seconds)[index]
+
+    def _make_plan(self, group: Group, size: int) -> tuple[Plan, MemoryEstimate]:
+        plan = plan_of_group(self.config, group, size)
+        return plan, self.predictor.memory(self.config, plan)
+
+    def _compute_seconds(
+        self, call: ScheduledCall, group: Group, size: int, is_whole: bool
+    ) -> float:
         """The time of a call on a group's pool. A weight sync is whole if the pool has both of its
         roles."""
-        plan, memory = alone(group, size)
+        plan, memory = self._plan_of_group(group, size)
+        if memory.excess:
+            return float("inf")
         if not is_whole and group:
             others = dict.fromkeys(call.roles.difference(group), "elsewhere")
             plan = plan.model_copy(update={"roles": {**plan.roles, **others}})
-        return (
-            np.inf
-            if memory.excess
-            else predictor.seconds(config, plan, call, memory, schedule).mean
-        )
-
-    def step_times(groups: Sequence[Group], sizes: Sizes) -> Any:
-        """The step time for each row of sizes, which is infinite if a pool does not fit."""
-        homes = {role: "+".join(group) for group in groups for role in group}
-        times: dict[str, Any] = {}
-        for call in schedule.calls[:-1]:
-            # The time of a weight sync depends on the pool of the role that is trained.
-            wanted = {role for role in call.roles if ROLE_SPECS[role].is_trained} or call.roles
-            group, of_group = next(
-                (
-                    (group, sizes[:, at])
-                    for at, group in enumerate(groups)
-                    if wanted.intersection(group)
-                ),
-                ((), np.zeros(len(sizes), dtype=int)),  # of the driver, or of the rule reward
-            )
-            different, index = np.unique(of_group, return_inverse=True)
-            of_size = np.array(
-                [seconds(call, group, int(size), call.roles <= {*group}) for size in different]
-            )
-            times[call.operation] = of_size[index]
-        with np.errstate(invalid="ignore"):  # infinite times
-            return simulate(schedule, homes, times, predictor.profile.hand_over_s).step_s
-
-    return step_times
-
-
-def allowed_sizes(config: Config, role: Role, inventory: Sequence[int]) -> set[int]:
-    """The numbers of ranks over which a role's batches, mini-batches and groups can be divided."""
-    num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    parallel = dims_of(config, role, sum(inventory)).ranks_per_part
-    most = min(sum(inventory) // parallel, num_rows)
-    sizes = [parts * parallel for parts in range(1, most + 1) if num_rows % parts == 0]
-    problems = {size: {*find_problems(config, _alone(config, (role,), size))} for size in sizes}
-    general = (
-        set.intersection(*problems.values()) if problems else set()
-    )  # about keys that are not about sizes
-    return {size for size in sizes if problems[size] <= general}
-
-
-def _alone(config: Config, group: Group, size: int) -> Plan:
-    """A plan with one group of roles. Its pool has no slots, because those of thousands of GPUs
-    would take long."""
-    pools = {"pool": ResourcePool((size,), roles=group)} if group else {}
-    return Plan(
-        gpus_per_node=(size,),
-        device=config.trainer.device,
-        pools=pools,
-        roles=dict.fromkeys(group, "pool"),
-    )
-
-
-def partitions(roles: Sequence[Role]) -> Iterator[tuple[Group, ...]]:
-    """All ways to divide roles into groups."""
-    if not roles:
-        yield ()
-        return
-    first, *others = roles
-    for groups in partitions(others):
-        yield ((first,), *groups)
-        for number, group in enumerate(groups):
-            yield (*groups[:number], (first, *group), *groups[number + 1 :])
-
-
-def layouts(
-    config: Config, groups: Sequence[Group], sizes: Sequence[int], inventory: Sequence[int]
-) -> Iterator[Plan]:
-    """The plans with pools of these sizes: node after node, and the same number on every node, if
-    that is possible."""
-    nodes = iter(np.repeat(range(len(inventory)), inventory).tolist())
-    ways = [[np.bincount([*islice(nodes, size)]).tolist() for size in sizes]]
-    if not any(size % len(inventory) for size in sizes):
-        ways.append([[size // len(inventory)] * len(inventory) for size in sizes])
-    names = ["_".join([*group, "pool"]) for group in groups]
-    homes = {role: name for group, name in zip(groups, names, strict=True) for role in group}
-    for per_node in ways:
-        with suppress(RolepoolError):
-            pools = dict(zip(names, per_node, strict=True))
-            plan = place(ResourcePoolManager(pools, homes), inventory, device=config.trainer.device)
-            yield plan.model_copy(update={"unused_roles": needed_roles(config)[1]})
-
-
-def changes_for(config: Config, plan: Plan, tensor_parallel: int) -> dict[str, Any]:
-    """New values of keys with which a config has this plan: those of a built-in strategy, if one
-    makes the same pools."""
-    counts = [count for count in plan.gpus_per_node if count]
-    if len(plan.pools) == 1 and len(counts) == 1:
-        counts = [next(iter(plan.pools.values())).world_size]
-    sizes = {
-        "trainer.nnodes": len(counts),
-        "trainer.n_gpus_per_node": max(counts),
-        TENSOR_PARALLEL: tensor_parallel,
-    }
-    changes: dict[str, Any] = {
-        key: value for key, value in sizes.items() if config.at(key) != value
-    }
-    of_actor, split = plan.pool_of(Role.Actor).counts_by_node, {"placement.strategy": "split"}
-    by_gpus = {**split, "placement.split.actor_gpus_per_node": max(of_actor.values())}
-    by_nodes = {**split, "placement.split.actor_nodes": len(of_actor)}
-    for words in (
-        ({"placement.strategy": "standard"}, split, by_gpus, by_nodes)
-        if len(plan.pools) < 3
-        else ()
-    ):
-        changed = config
-        for key, value in {**changes, **words}.items():
-            changed = changed.with_value(key, value)
-        with suppress(RolepoolError):
-            if places(build_plan(changed)) == places(plan):
-                return {**changes, **words}
-    pools = {f"placement.pools.{name}": list(pool.per_node) for name, pool in plan.pools.items()}
-    roles = {f"placement.roles.{role}": name for role, name in plan.roles.items()}
-    return {**changes, "placement.strategy": "custom", **pools, **roles}
-
-
-def places(plan: Plan) -> dict[Role, tuple[Any, ...]]:
-    """The slots of each role."""
-    return {role: plan.pool_of(role).slots for role in plan.roles}
+        return self.predictor.seconds(self.config, plan, call, memory, self.schedule).mean

@@ -81,7 +81,9 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """The first `batch_dims` dimensions as one dimension of rows: the inverse of
     `fold_batch_dim`."""
-    shape = next((column.shape for column in data.columns().values()), (len(data),))
+    columns = list(data.columns().values())
+    # A batch without columns has no rows.
+    shape = columns[0].shape if columns else (len(data),)
     return _reshape(data, batch_dims, [math.prod(shape[:batch_dims])])
 
 
@@ -89,19 +91,20 @@ def _reshape(data: DataProto, num_dims: int, new_dims: list[int]) -> DataProto:
     """Replace the first `num_dims` dimensions of every column."""
     columns = data.columns()
     old_dims = {tuple(column.shape[:num_dims]) for column in columns.values()}
-    have_same_dims = (
-        num_dims >= 1 and len(old_dims) <= 1 and all(len(dims) == num_dims for dims in old_dims)
-    )
+    have_all_dims = all(len(dims) == num_dims for dims in old_dims)
+    have_same_dims = num_dims >= 1 and len(old_dims) <= 1 and have_all_dims
     if not have_same_dims or any(map(is_ragged, columns.values())):
         shown = {key: describe(column) for key, column in columns.items()}
         raise DataError(
             f"only dense columns with the same first {num_dims} dimensions can be folded, not {shown}"
         )
-    reshaped = {
-        key: column.reshape(*new_dims, *column.shape[num_dims:]) for key, column in columns.items()
-    }
-    batch_size, device = (None, None) if data.batch is None else (new_dims[:1], data.batch.device)
-    return DataProto.from_columns(reshaped, batch_size, dict(data.meta_info), device)
+    reshaped: Columns = {}
+    for key, column in columns.items():
+        reshaped[key] = column.reshape(*new_dims, *column.shape[num_dims:])
+    meta_info = dict(data.meta_info)
+    if data.batch is None:
+        return DataProto.from_columns(reshaped, None, meta_info)
+    return DataProto.from_columns(reshaped, new_dims[:1], meta_info, data.batch.device)
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
@@ -111,13 +114,14 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
 
 
 def _batch_of_one(item: DataProtoItem) -> DataProto:
-    columns: Columns = {
-        key: np.fromiter([value], object) for key, value in item.non_tensor_batch.items()
-    }
+    columns: Columns = {}
+    for key, value in item.non_tensor_batch.items():
+        columns[key] = np.fromiter([value], object)
     if item.batch is None:
         return DataProto(None, columns)
     for key, row in item.batch.items():
-        columns[key] = (
-            ragged(row, torch.tensor([len(row)])) if key in item.ragged_keys else row.unsqueeze(0)
-        )
+        if key in item.ragged_keys:
+            columns[key] = ragged(row, torch.tensor([len(row)]))
+        else:
+            columns[key] = row.unsqueeze(0)
     return DataProto.from_columns(columns, [1, *item.batch.batch_size], {}, item.batch.device)

@@ -37,14 +37,18 @@ Arrays = dict[str, npt.NDArray[Any]]
 Columns = dict[str, Any]  # tensors and arrays
 RowIndex = slice | Tensor  # a slice with step 1, or a 1-d int64 tensor of row numbers
 
-INPUT_IDS, NUM_PROMPT_TOKENS, RESPONSE_MASK = "input_ids", "num_prompt_tokens", "response_mask"
+INPUT_IDS = "input_ids"
+NUM_PROMPT_TOKENS = "num_prompt_tokens"
+RESPONSE_MASK = "response_mask"
 TOKENS = (INPUT_IDS, NUM_PROMPT_TOKENS)
 MASKED_TOKENS = (*TOKENS, RESPONSE_MASK)
 """The columns of a method that must know which tokens were sampled. A batch without several turns
 has no mask."""
-TURN_SCORES, ENVIRONMENT_SCORE = "turn_scores", "environment_score"
+TURN_SCORES = "turn_scores"
 """What an environment gave for a conversation: a ragged column with scores at the last tokens of
-turns, and the sum of each row, which is NaN if it gave none."""
+turns."""
+ENVIRONMENT_SCORE = "environment_score"
+"""The sum of a row's scores, which is NaN if the environment gave none."""
 
 
 class RowIndexError(DataError, IndexError):
@@ -75,9 +79,8 @@ def ragged_from_parts(values: Tensor, offsets: Tensor) -> Tensor:
 def ragged_parts(column: Tensor) -> tuple[Tensor, Tensor]:
     """The values of a ragged column, without holes, and its offsets."""
     nested: Any = column
-    if (
-        nested._lengths is not None
-    ):  # `torch.nested.narrow` makes columns with holes between the rows
+    # `torch.nested.narrow` makes columns with holes between the rows.
+    if nested._lengths is not None:
         nested = nested.contiguous()
     return nested._values, nested._offsets
 
@@ -94,7 +97,9 @@ def lengths_of(column: Tensor) -> Tensor:
 
 def num_bytes(column: Any) -> int:
     """The bytes of a column's values: a ragged or dense tensor, or an array."""
-    return int((flat_values(column) if is_ragged(column) else column).nbytes)
+    if is_ragged(column):
+        column = flat_values(column)
+    return int(column.nbytes)
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -109,9 +114,11 @@ def places_of(offsets: Tensor, rows: slice | Tensor) -> tuple[slice | Tensor, Te
         return slice(int(inside[0]), int(inside[-1])), inside - inside[0]
     rows = rows.to(offsets.device)
     lengths = offsets.diff()[rows]
-    fresh = offsets_of(lengths)
-    shift = torch.repeat_interleave(offsets[:-1][rows] - fresh[:-1], lengths)
-    return shift + torch.arange(len(shift), device=offsets.device), fresh
+    new_offsets = offsets_of(lengths)
+    # How far each value of a row is from where it will be.
+    shift_of_rows = offsets[:-1][rows] - new_offsets[:-1]
+    shift = torch.repeat_interleave(shift_of_rows, lengths)
+    return shift + torch.arange(len(shift), device=offsets.device), new_offsets
 
 
 # --- padded tensors -----------------------------------------------------------------------------------------------
@@ -129,7 +136,8 @@ def pad_ragged(
     values, offsets = ragged_parts(column)
     lengths = offsets.diff()
     longest = int(lengths.max()) if len(lengths) else 0
-    width = longest if width is None else width
+    if width is None:
+        width = longest
     if longest > width:
         raise DataError(f"a row of {longest} tokens cannot be padded to {width}")
     padded = values.new_full((len(lengths), width, *values.shape[1:]), value)
@@ -144,7 +152,9 @@ def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
 
 def _is_real(lengths: Tensor, width: int, side: Literal["left", "right"]) -> Tensor:
     places = torch.arange(width, device=lengths.device)
-    return places < lengths[:, None] if side == "right" else places >= width - lengths[:, None]
+    if side == "right":
+        return places < lengths[:, None]
+    return places >= width - lengths[:, None]
 
 
 def sampled_mask(batch: Mapping[str, Any], num_response: Tensor) -> Tensor:
@@ -157,11 +167,13 @@ def sampled_mask(batch: Mapping[str, Any], num_response: Tensor) -> Tensor:
 def split_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The prompts and the responses of `input_ids`, as two ragged columns."""
     ids, offsets = ragged_parts(batch[INPUT_IDS])
-    num_prompt, lengths = batch[NUM_PROMPT_TOKENS], offsets.diff()
-    is_prompt = torch.arange(len(ids), device=ids.device) < torch.repeat_interleave(
-        offsets[:-1] + num_prompt, lengths
-    )
-    return ragged(ids[is_prompt], num_prompt), ragged(ids[~is_prompt], lengths - num_prompt)
+    num_prompt = batch[NUM_PROMPT_TOKENS]
+    lengths = offsets.diff()
+    ends_of_prompts = torch.repeat_interleave(offsets[:-1] + num_prompt, lengths)
+    is_prompt = torch.arange(len(ids), device=ids.device) < ends_of_prompts
+    prompts = ragged(ids[is_prompt], num_prompt)
+    responses = ragged(ids[~is_prompt], lengths - num_prompt)
+    return prompts, responses
 
 
 def rows_of_responses(batch: Mapping[str, Any]) -> Sequence[Tensor]:
@@ -179,13 +191,14 @@ def rows_of(index: Any, num_rows: int) -> RowIndex:
     everything = np.arange(num_rows)
     if isinstance(index, slice):
         start, stop, step = index.indices(num_rows)
-        return (
-            slice(start, max(start, stop))
-            if step == 1
-            else torch.from_numpy(everything[index].copy())
-        )
+        if step == 1:
+            return slice(start, max(start, stop))
+        return torch.from_numpy(everything[index].copy())
     try:
-        rows = index.detach().cpu().numpy() if isinstance(index, Tensor) else np.asarray(index)
+        if isinstance(index, Tensor):
+            rows = index.detach().cpu().numpy()
+        else:
+            rows = np.asarray(index)
         if rows.ndim == 1 and (rows.size == 0 or rows.dtype.kind in "biu"):
             # numpy makes an empty list an array of floats.
             return torch.from_numpy(everything[rows if rows.size or rows.dtype == bool else []])
@@ -202,34 +215,31 @@ def take_rows(columns: Columns, rows: RowIndex) -> Columns:
     """These rows of every column. They are views if the rows are a slice, and copies if they are
     row numbers."""
     taken: Columns = {}
-    places: dict[
-        int, Any
-    ] = {}  # by the id of the offsets, because columns that share them must share the new ones
+    # By the id of the offsets, because columns that share them must share the new ones.
+    places: dict[int, Any] = {}
     for key, column in columns.items():
         if is_ragged(column):
             values, offsets = ragged_parts(column)
             if id(offsets) not in places:
-                places[id(offsets)] = (
-                    *places_of(offsets, rows),
-                    offsets,
-                )  # kept alive, because its id is the key
+                inside, new_offsets = places_of(offsets, rows)
+                # The old offsets are kept alive, because their id is the key.
+                places[id(offsets)] = (inside, new_offsets, offsets)
             inside, new_offsets, _ = places[id(offsets)]
             taken[key] = ragged_from_parts(values[inside], new_offsets)
         elif isinstance(rows, slice):
             taken[key] = column[rows]
+        elif isinstance(column, Tensor):
+            taken[key] = column[rows.to(column.device)]
         else:
-            taken[key] = (
-                column[rows.to(column.device)]
-                if isinstance(column, Tensor)
-                else column[rows.numpy()]
-            )
+            taken[key] = column[rows.numpy()]
     return taken
 
 
 def join_rows(parts: Sequence[Columns]) -> Columns:
     """A copy of the rows of all parts, one after another. The parts have the same keys."""
     joined: Columns = {}
-    shared: dict[tuple[int, ...], Any] = {}  # new offsets by the ids of the old ones
+    # The new offsets by the ids of the old ones, which are kept alive beside them.
+    shared: dict[tuple[int, ...], tuple[Tensor, Sequence[Tensor]]] = {}
     for key in parts[0]:
         column = [part[key] for part in parts]
         try:
@@ -239,11 +249,10 @@ def join_rows(parts: Sequence[Columns]) -> Columns:
                 values, old_offsets = zip(*map(ragged_parts, column), strict=True)
                 ids = tuple(map(id, old_offsets))
                 if ids not in shared:
-                    shared[ids] = (
-                        offsets_of(torch.cat([offsets.diff() for offsets in old_offsets])),
-                        old_offsets,
-                    )
-                joined[key] = ragged_from_parts(torch.cat(values), shared[ids][0])
+                    lengths = torch.cat([offsets.diff() for offsets in old_offsets])
+                    shared[ids] = (offsets_of(lengths), old_offsets)
+                new_offsets, _ = shared[ids]
+                joined[key] = ragged_from_parts(torch.cat(values), new_offsets)
             else:
                 joined[key] = torch.cat(column)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -259,10 +268,11 @@ def join_rows(parts: Sequence[Columns]) -> Columns:
 def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         kind = "ragged " if value.is_nested else ""
-        return (
-            f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
-        )
-    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{kind}{dtype}{list(value.shape)} on {value.device}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)}"
+    return repr(value)
 
 
 def same_value(a: Any, b: Any, outer: frozenset[tuple[int, int]] = frozenset()) -> bool:
@@ -276,28 +286,36 @@ def same_value(a: Any, b: Any, outer: frozenset[tuple[int, int]] = frozenset()) 
         return True
     same_inner = partial(same_value, outer=outer | {(id(a), id(b))})
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if (a.layout, a.dtype) != (b.layout, b.dtype):
+        if a.layout != b.layout or a.dtype != b.dtype:
             return False
         if is_ragged(a):
             return same_inner(ragged_parts(a), ragged_parts(b))
-        a, b = a.cpu(), b.cpu()
-        return torch.equal(a, b) or (
-            a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
-        )
+        return _same_tensor(a.cpu(), b.cpu())
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         if a.dtype.hasobject:
             return all(map(same_inner, a.flat, b.flat))
-        return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
+        can_be_nan = a.dtype.kind in "fcmM"
+        return bool(np.array_equal(a, b, equal_nan=can_be_nan))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_inner(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
         return all(map(same_inner, a, b))
     try:
+        # A NaN is not equal to itself.
         return bool(a == b) or bool(a != a and b != b)
     except (TypeError, ValueError, RuntimeError):  # a tensor or array and something else
         return False
+
+
+def _same_tensor(a: Tensor, b: Tensor) -> bool:
+    if torch.equal(a, b):
+        return True
+    if a.shape != b.shape:
+        return False
+    both_nan = (a != a) & (b != b)
+    return bool(((a == b) | both_nan).all())
 
 
 def additions(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,11 +332,9 @@ def union_tensor_dict(tensor_dict1: TensorDictBase, tensor_dict2: TensorDictBase
     """Add the second's tensors to the first, which is changed and returned. A key in both must have
     equal tensors."""
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        sizes = [
-            f"{list(one.batch_size)} (keys {sorted(one.keys())})"
-            for one in (tensor_dict1, tensor_dict2)
-        ]
-        raise DataError(f"a union needs equal batch sizes, not {' and '.join(sizes)}")
+        size1 = f"{list(tensor_dict1.batch_size)} (keys {sorted(tensor_dict1.keys())})"
+        size2 = f"{list(tensor_dict2.batch_size)} (keys {sorted(tensor_dict2.keys())})"
+        raise DataError(f"a union needs equal batch sizes, not {size1} and {size2}")
     return tensor_dict1.update(additions(dict(tensor_dict1.items()), dict(tensor_dict2.items())))
 
 
@@ -335,9 +351,14 @@ def merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     metrics: dict[str, list[Any]] = {}
     for part in parts:
-        merged |= additions(merged, {key: value for key, value in part.items() if key != "metrics"})
-        own = part.get("metrics") or []
-        for row in own if isinstance(own, list) else [own]:
+        others = {key: value for key, value in part.items() if key != "metrics"}
+        merged |= additions(merged, others)
+        rows = part.get("metrics") or []
+        if not isinstance(rows, list):
+            rows = [rows]
+        for row in rows:
             for key, value in row.items():
                 metrics.setdefault(key, []).append(value)
-    return {**merged, "metrics": metrics} if metrics else merged
+    if metrics:
+        merged["metrics"] = metrics
+    return merged

@@ -79,19 +79,19 @@ class DataProto:
     If `non_tensor_batch` or `meta_info` is None, it becomes an empty dict.
     """
 
-    batch: Any = (
-        None  # TensorDict | None; it is typed as Any so that readers need no check for None
-    )
+    batch: Any = None
+    """A TensorDict or None. It is typed as Any so that readers need no check for None."""
     non_tensor_batch: Arrays = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
-    auto_padding: ClassVar[bool] = (
-        False  # if True, every batch may be padded to a size that the ranks divide
-    )
+    auto_padding: ClassVar[bool] = False
+    """If True, every batch may be padded to a size that the ranks divide."""
 
     def __post_init__(self) -> None:
-        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
-        self.meta_info = {} if self.meta_info is None else self.meta_info
+        if self.non_tensor_batch is None:
+            self.non_tensor_batch = {}
+        if self.meta_info is None:
+            self.meta_info = {}
         self.check_consistency()
 
     # --- making -------------------------------------------------------------------------------------------------
@@ -126,12 +126,17 @@ class DataProto:
                     f"the tensors need {num_batch_dims} batch dimensions of equal sizes, not {sizes}"
                 )
             batch = TensorDict(dict(tensors), batch_size)
-        arrays = {
-            key: value if isinstance(value, np.ndarray) else np.fromiter(value, object)
-            for key, value in non_tensors.items()
-        }
-        padding = {AUTO_PADDING_KEY: True} if auto_padding else {}
-        return cls(batch, arrays, {**(meta_info or {}), **padding})
+        arrays: Arrays = {}
+        for key, value in non_tensors.items():
+            if isinstance(value, np.ndarray):
+                arrays[key] = value
+            else:
+                # Not np.array, which would make an array with two dimensions of equally long lists.
+                arrays[key] = np.fromiter(value, object)
+        meta_info = dict(meta_info or {})
+        if auto_padding:
+            meta_info[AUTO_PADDING_KEY] = True
+        return cls(batch, arrays, meta_info)
 
     @classmethod
     def from_columns(
@@ -142,15 +147,16 @@ class DataProto:
         device: Any = None,
     ) -> DataProto:
         """A batch of tensors and arrays. If `batch_size` is None, it has no tensors."""
-        tensors = {
-            key: column for key, column in columns.items() if isinstance(column, torch.Tensor)
-        }
-        arrays = {key: column for key, column in columns.items() if key not in tensors}
-        return cls(
-            None if batch_size is None else TensorDict(tensors, batch_size, device=device),
-            arrays,
-            meta_info,
-        )
+        tensors: dict[str, torch.Tensor] = {}
+        arrays: Arrays = {}
+        for key, column in columns.items():
+            if isinstance(column, torch.Tensor):
+                tensors[key] = column
+            else:
+                arrays[key] = column
+        if batch_size is None:
+            return cls(None, arrays, meta_info)
+        return cls(TensorDict(tensors, batch_size, device=device), arrays, meta_info)
 
     @classmethod
     def from_single_dict(
@@ -160,11 +166,17 @@ class DataProto:
         auto_padding: bool = False,
     ) -> DataProto:
         """A batch of one dict of tensors and numpy arrays."""
-        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
-        arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
-        if wrong := {
-            k: type(v).__name__ for k, v in data.items() if k not in tensors and k not in arrays
-        }:
+        tensors: dict[str, torch.Tensor] = {}
+        arrays: Arrays = {}
+        wrong: dict[str, str] = {}
+        for key, value in data.items():
+            if isinstance(value, torch.Tensor):
+                tensors[key] = value
+            elif isinstance(value, np.ndarray):
+                arrays[key] = value
+            else:
+                wrong[key] = type(value).__name__
+        if wrong:
             raise DataError(f"from_single_dict takes tensors and numpy arrays, not {wrong}")
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
@@ -180,7 +192,8 @@ class DataProto:
         tensors: dict[str, torch.Tensor] = {}
         arrays: Arrays = {}
         meta = dict(meta_info or {})
-        for key, value in tensor_dict.items() if tensor_dict is not None else ():
+        entries = {} if tensor_dict is None else dict(tensor_dict.items())
+        for key, value in entries.items():
             if isinstance(value, torch.Tensor):
                 tensors[key] = value
             elif isinstance(value, NonTensorStack):
@@ -199,16 +212,21 @@ class DataProto:
 
         Converted back, all arrays hold objects.
         """
-        if clash := sorted(self.columns().keys() & self.meta_info.keys()):
+        clash = sorted(self.columns().keys() & self.meta_info.keys())
+        if clash:
             raise DataError(
                 f"a TensorDict has one value per key, but these are in meta_info too: {clash}"
             )
-        result = (
-            TensorDict({}, [len(self)]) if self.batch is None else self.batch.clone(recurse=False)
-        )
+        if self.batch is None:
+            result = TensorDict({}, [len(self)])
+        else:
+            result = self.batch.clone(recurse=False)
         for key, array in self.non_tensor_batch.items():
-            rows = [NonTensorData(row) for row in array]
-            result.set(key, NonTensorStack(*rows) if rows else NonTensorStack(batch_size=[]))
+            if len(array):
+                stack = NonTensorStack(*[NonTensorData(row) for row in array])
+            else:
+                stack = NonTensorStack(batch_size=[])
+            result.set(key, stack)
         for key, value in self.meta_info.items():
             result.set_non_tensor(key, value)
         return result
@@ -218,13 +236,17 @@ class DataProto:
     def __len__(self) -> int:
         if self.batch is not None:
             return int(self.batch.batch_size[0])
-        return len(next(iter(self.non_tensor_batch.values()))) if self.non_tensor_batch else 0
+        if self.non_tensor_batch:
+            return len(next(iter(self.non_tensor_batch.values())))
+        return 0
 
     def columns(self) -> Columns:
         """The tensors and arrays by key, in a new dict."""
         tensors: Columns = {} if self.batch is None else dict(self.batch.items())
-        if clash := sorted(tensors.keys() & self.non_tensor_batch.keys()):
-            raise DataError(f"these keys are both in batch and in non_tensor_batch: {clash}")
+        clash = tensors.keys() & self.non_tensor_batch.keys()
+        if clash:
+            names = sorted(clash)
+            raise DataError(f"these keys are both in batch and in non_tensor_batch: {names}")
         return {**tensors, **self.non_tensor_batch}
 
     def like(
@@ -232,11 +254,12 @@ class DataProto:
     ) -> DataProto:
         """A batch with other columns and that many rows. Its type, device and meta_info are those
         of this batch."""
-        meta_info = dict(self.meta_info) if meta_info is None else meta_info
-        batch_size = None if self.batch is None else [num_rows, *self.batch.batch_size[1:]]
-        return type(self).from_columns(
-            columns, batch_size, meta_info, self.batch.device if batch_size else None
-        )
+        if meta_info is None:
+            meta_info = dict(self.meta_info)
+        if self.batch is None:
+            return type(self).from_columns(columns, None, meta_info)
+        batch_size = [num_rows, *self.batch.batch_size[1:]]
+        return type(self).from_columns(columns, batch_size, meta_info, self.batch.device)
 
     def check_consistency(self) -> None:
         """Raise a DataError if the parts do not have the same rows or hold the wrong types."""
@@ -252,9 +275,7 @@ class DataProto:
                     f"non_tensor_batch[{key!r}] is a {type(array).__name__}, not an array with rows"
                 )
             if len(array) != len(self):
-                shown = {
-                    name: operations.describe(column) for name, column in self.columns().items()
-                }
+                shown = self._described()
                 raise DataError(
                     f"non_tensor_batch[{key!r}] has {len(array)} rows, not {len(self)}: {shown}"
                 )
@@ -263,27 +284,32 @@ class DataProto:
     def print_size(self, prefix: str = "") -> str:
         """Log and return how many bytes the tensors and arrays take. An object counts as a
         reference (8 bytes)."""
-        parts = ({} if self.batch is None else self.batch, self.non_tensor_batch)
-        sizes = [sum(map(operations.num_bytes, part.values())) for part in parts]
-        text = f"{len(self)} rows, batch {sizes[0] / 2**20:.2f} MiB, non_tensor_batch {sizes[1] / 2**20:.2f} MiB"
-        text = f"{prefix}, {text}" if prefix else text
+        tensor_bytes = 0
+        if self.batch is not None:
+            tensor_bytes = sum(map(operations.num_bytes, self.batch.values()))
+        array_bytes = sum(map(operations.num_bytes, self.non_tensor_batch.values()))
+        tensors = f"batch {tensor_bytes / 2**20:.2f} MiB"
+        arrays = f"non_tensor_batch {array_bytes / 2**20:.2f} MiB"
+        text = f"{len(self)} rows, {tensors}, {arrays}"
+        if prefix:
+            text = f"{prefix}, {text}"
         logger.info(text)
         return text
 
     def get_data_info(self) -> str:
         """The keys, one in a line: columns with their shape, type and device, and `meta_info` with
         types."""
-        tensors = ({} if self.batch is None else self.batch).items()
-        batch = [
-            f"  {key}: {tuple(tensor.shape)} ({tensor.dtype}) {tensor.device}"
-            for key, tensor in tensors
-        ]
-        arrays = [
-            f"  {key}: ndarray{array.shape} ({array.dtype})"
-            for key, array in self.non_tensor_batch.items()
-        ]
-        meta_info = [f"  {key}: {type(value).__name__}" for key, value in self.meta_info.items()]
-        return "\n".join(["batch", *batch, "non_tensor_batch", *arrays, "meta_info", *meta_info])
+        lines = ["batch"]
+        if self.batch is not None:
+            for key, tensor in self.batch.items():
+                lines.append(f"  {key}: {tuple(tensor.shape)} ({tensor.dtype}) {tensor.device}")
+        lines.append("non_tensor_batch")
+        for key, array in self.non_tensor_batch.items():
+            lines.append(f"  {key}: ndarray{array.shape} ({array.dtype})")
+        lines.append("meta_info")
+        for key, value in self.meta_info.items():
+            lines.append(f"  {key}: {type(value).__name__}")
+        return "\n".join(lines)
 
     def is_padding_enabled(self) -> bool:
         """Whether a call may pad this batch to a size that its ranks divide."""
@@ -305,23 +331,24 @@ class DataProto:
         row = item % len(self)
         columns = operations.take_rows(self.columns(), builtins.slice(row, row + 1))
         ragged = frozenset(key for key, column in columns.items() if is_ragged(column))
-        values = {
-            key: flat_values(column) if key in ragged else column[0]
-            for key, column in columns.items()
-        }
+        values: dict[str, Any] = {}
+        for key, column in columns.items():
+            values[key] = flat_values(column) if key in ragged else column[0]
         objects = {key: values.pop(key) for key in self.non_tensor_batch}
-        inner = (
-            None
-            if self.batch is None
-            else TensorDict(values, self.batch.batch_size[1:], device=self.batch.device)
-        )
+        if self.batch is None:
+            inner = None
+        else:
+            inner = TensorDict(values, self.batch.batch_size[1:], device=self.batch.device)
         return DataProtoItem(inner, objects, dict(self.meta_info), ragged)
 
     def select_idxs(self, idxs: Any) -> DataProto:
         """A copy of the rows with these numbers (list, array, tensor), or of those at which a bool
         mask is True."""
         rows = operations.rows_of(idxs, len(self))
-        num_rows = rows.stop - rows.start if isinstance(rows, builtins.slice) else len(rows)
+        if isinstance(rows, builtins.slice):
+            num_rows = rows.stop - rows.start
+        else:
+            num_rows = len(rows)
         return self.like(operations.take_rows(self.columns(), rows), num_rows)
 
     def slice(
@@ -351,17 +378,17 @@ class DataProto:
         """Every row `repeat_times` times, in the order 0 0 1 1 if `interleave` is true, else 0 1 0
         1."""
         rows = torch.arange(len(self))
-        return self.select_idxs(
-            rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
-        )
+        if interleave:
+            return self.select_idxs(rows.repeat_interleave(repeat_times))
+        return self.select_idxs(rows.repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
         """Row i `repeat_times[i]` times, its copies next to each other."""
         counts = torch.as_tensor(repeat_times).cpu()
         if counts.shape != (len(self),) or counts.is_floating_point() or bool((counts < 0).any()):
-            given = operations.describe(counts)
+            form = operations.describe(counts)
             raise DataError(
-                f"sample_level_repeat takes {len(self)} counts, one integer per row, not {given}"
+                f"sample_level_repeat takes {len(self)} counts, one integer per row, not {form}"
             )
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(counts.to(torch.int64)))
 
@@ -369,13 +396,15 @@ class DataProto:
         """`n_split` rows for every row: `split_keys` are split along their second dimension, other
         columns repeated."""
         columns = self.repeat(n_split).columns()
-        for key, column in _picked(self.columns(), _as_list(split_keys), "the batch").items():
+        to_split = _picked(self.columns(), _as_list(split_keys), "the batch")
+        for key, column in to_split.items():
             if n_split < 1 or is_ragged(column) or column.ndim < 2 or column.shape[1] % n_split:
                 form = f"dense columns with a second dimension that {n_split} divides"
                 raise DataError(
                     f"unfold_column_chunks splits {form}; {key!r} is {operations.describe(column)}"
                 )
-            columns[key] = column.reshape(-1, column.shape[1] // n_split, *column.shape[2:])
+            width = column.shape[1] // n_split
+            columns[key] = column.reshape(-1, width, *column.shape[2:])
         return self.like(columns, len(self) * n_split)
 
     def reorder(self, indices: Any) -> None:
@@ -389,11 +418,8 @@ class DataProto:
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
         """Append `padding_size` copies of the "first" or the "last" row. Changes this batch."""
-        if padding_candidate not in (
-            "",
-            "first",
-            "last",
-        ):  # verl's default is "", which means the last row
+        # The default of verl is "", which means the last row.
+        if padding_candidate not in ("", "first", "last"):
             raise DataError(
                 f"padding_candidate is {padding_candidate!r}; it must be 'first' or 'last'"
             )
@@ -414,14 +440,13 @@ class DataProto:
         """
         if not data:
             raise DataError("nothing to concatenate: the list of batches is empty")
-        forms = [
-            (part._keys(), None if part.batch is None else part.batch.batch_size[1:])
-            for part in data
-        ]
-        for i, form in enumerate(forms):
-            if form != forms[0]:
+        first_form = data[0]._form()
+        for number, part in enumerate(data[1:], start=1):
+            form = part._form()
+            if form != first_form:
                 raise DataError(
-                    f"batches 0 and {i} have different keys or batch dimensions: {forms[0]}, {form}"
+                    f"batches 0 and {number} have different keys or batch dimensions: "
+                    f"{first_form}, {form}"
                 )
         meta_info = operations.merge_meta_info([part.meta_info for part in data])
         columns = operations.join_rows([part.columns() for part in data])
@@ -476,26 +501,29 @@ class DataProto:
         """Remove these keys from this batch and return a batch of them. None removes nothing.
         Changes this batch."""
         popped = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
-        parts = (self.batch, popped.batch), (self.non_tensor_batch, popped.non_tensor_batch)
-        for source, taken in (*parts, (self.meta_info, popped.meta_info)):
-            for key in taken.keys() if taken is not None else ():
-                del source[key]
+        if popped.batch is not None:
+            for key in popped.batch.keys():  # noqa: SIM118  # it is not a dict
+                del self.batch[key]
+        for key in popped.non_tensor_batch:
+            del self.non_tensor_batch[key]
+        for key in popped.meta_info:
+            del self.meta_info[key]
         return popped
 
     def rename(self, old_keys: Keys = None, new_keys: Keys = None) -> DataProto:
         """Rename keys of the tensors and arrays, pair by pair. Changes this batch and returns
         it."""
-        old, new, columns = _as_list(old_keys), _as_list(new_keys), self.columns()
+        old = _as_list(old_keys)
+        new = _as_list(new_keys)
+        columns = self.columns()
         moved = _picked(columns, old, "the batch")
         kept = {key: column for key, column in columns.items() if key not in moved}
         names = [*kept, *new]
         if len(moved) != len(new) or len(set(names)) < len(names):
-            raise DataError(
-                f"{old} cannot be renamed to {new}: each needs one new name, and {list(kept)} are taken"
-            )
-        self._replace_with(
-            self.like({**kept, **dict(zip(new, moved.values(), strict=True))}, len(self))
-        )
+            reason = f"each needs one new name, and {list(kept)} are taken"
+            raise DataError(f"{old} cannot be renamed to {new}: {reason}")
+        renamed = dict(zip(new, moved.values(), strict=True))
+        self._replace_with(self.like({**kept, **renamed}, len(self)))
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -505,16 +533,18 @@ class DataProto:
         tensors are shared.
         """
         if self._keys() and other._keys() and len(self) != len(other):
-            mine, theirs = f"{len(self)} rows ({self._keys()})", f"{len(other)} ({other._keys()})"
+            mine = f"{len(self)} rows ({self._keys()})"
+            theirs = f"{len(other)} ({other._keys()})"
             raise DataError(f"a union needs equally many rows, not {mine} and {theirs}")
         meta_info = self.meta_info | operations.additions(self.meta_info, other.meta_info)
         arrays = operations.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
         if other.batch is not None:
-            empty = TensorDict({}, other.batch.batch_size, device=other.batch.device)
-            self.batch = operations.union_tensor_dict(
-                empty if self.batch is None else self.batch, other.batch
-            )
-        self.non_tensor_batch, self.meta_info = arrays, meta_info
+            tensors = self.batch
+            if tensors is None:
+                tensors = TensorDict({}, other.batch.batch_size, device=other.batch.device)
+            self.batch = operations.union_tensor_dict(tensors, other.batch)
+        self.non_tensor_batch = arrays
+        self.meta_info = meta_info
         return self
 
     # --- forms --------------------------------------------------------------------------------------------------
@@ -542,18 +572,20 @@ class DataProto:
             attention_mask = torch.cat([prompt_mask, is_response], dim=1).long()
             position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
             columns[INPUT_IDS] = torch.cat([prompt_ids, response_ids], dim=1)
-            columns |= {"prompts": prompt_ids, "responses": response_ids}
-            columns |= {"attention_mask": attention_mask, "position_ids": position_ids}
+            columns["prompts"] = prompt_ids
+            columns["responses"] = response_ids
+            columns["attention_mask"] = attention_mask
+            columns["position_ids"] = position_ids
             # The mask of several turns says which tokens the policy sampled, and must not be
             # replaced.
             mask = columns.get(RESPONSE_MASK, is_response)
-            mask = pad_ragged(mask, response_width) if is_ragged(mask) else mask
+            if is_ragged(mask):
+                mask = pad_ragged(mask, response_width)
             columns[RESPONSE_MASK] = mask.long()
-        padded = {
-            key: pad_ragged(one, response_width) if is_ragged(one) else one
-            for key, one in columns.items()
-        }
-        return self.like(padded, len(self))
+        for key, column in columns.items():
+            if is_ragged(column):
+                columns[key] = pad_ragged(column, response_width)
+        return self.like(columns, len(self))
 
     def to(self, device: Any) -> DataProto:
         """Move the tensors to a device. Changes this batch and returns it."""
@@ -584,16 +616,25 @@ class DataProto:
         return type(self)(batch, *copy.deepcopy((self.non_tensor_batch, self.meta_info), memo))
 
     def __repr__(self) -> str:
-        columns = {key: operations.describe(column) for key, column in self.columns().items()}
-        return f"DataProto({len(self)} rows, {columns}, meta_info={self.meta_info})"
+        return f"DataProto({len(self)} rows, {self._described()}, meta_info={self.meta_info})"
 
     # --- helpers ------------------------------------------------------------------------------------------------
 
     def _keys(self) -> list[str]:
         return sorted(self.columns())
 
+    def _form(self) -> tuple[list[str], torch.Size | None]:
+        """The keys, and the batch dimensions after the rows: equal in batches that can be joined."""
+        if self.batch is None:
+            return self._keys(), None
+        return self._keys(), self.batch.batch_size[1:]
+
+    def _described(self) -> dict[str, str]:
+        return {key: operations.describe(column) for key, column in self.columns().items()}
+
     def _replace_with(self, other: DataProto) -> None:
-        self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
+        self.batch = other.batch
+        self.non_tensor_batch = other.non_tensor_batch
 
 
 def _restore(cls: type[Any], encoded: Encoded) -> Any:
@@ -628,10 +669,14 @@ def _picked(part: Any, keys: Keys, name: str) -> dict[str, Any]:
     content: dict[str, Any] = {} if part is None else dict(part.items())
     if keys is None:
         return content
-    if missing := [key for key in _as_list(keys) if key not in content]:
+    wanted = _as_list(keys)
+    missing = [key for key in wanted if key not in content]
+    if missing:
         raise DataError(f"{name} has no keys {missing}; it has {sorted(content)}")
-    return {key: content[key] for key in _as_list(keys)}
+    return {key: content[key] for key in wanted}
 
 
 def _as_list(keys: Keys) -> list[str]:
-    return [keys] if isinstance(keys, str) else list(keys or [])
+    if isinstance(keys, str):
+        return [keys]
+    return list(keys or [])

@@ -46,9 +46,9 @@ from rolepool.protocol.columns import is_ragged, ragged_from_parts, ragged_parts
 
 Buffer = npt.NDArray[np.uint8]
 
-# The first mapping of a memory reads /proc, which takes about 1 ms, and more in a process with
-# CUDA. A copy of fewer bytes than this is faster.
 MIN_MAPPED_BYTES = 2**20
+"""A copy of fewer bytes than this is faster. The first mapping of a memory reads /proc, which takes
+about 1 ms, and more in a process with CUDA."""
 
 
 # --- the picklable form -------------------------------------------------------------------------------------------
@@ -77,7 +77,8 @@ def encode(value: Any) -> Encoded:
     The buffers of contiguous CPU tensors and arrays are views, not copies: send them before the
     originals change. Lists, dicts and arrays may contain themselves.
     """
-    pickled, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    pickled = io.BytesIO()
+    buffers = list[pickle.PickleBuffer]()
     _Pickler(pickled, protocol=5, buffer_callback=buffers.append).dump(value)
     return Encoded(pickled.getvalue(), [np.asarray(buffer.raw()) for buffer in buffers])
 
@@ -89,9 +90,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             raw: Any = np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8)
             return _from_bytes, (pickle.PickleBuffer(raw), value.dtype, value.shape)
         if is_ragged(value):
-            return ragged_from_parts, ragged_parts(
-                value
-            )  # columns with one offsets tensor share it again
+            # Columns with one offsets tensor share it again.
+            return ragged_from_parts, ragged_parts(value)
         if isinstance(value, TensorDictBase):
             return TensorDict, (dict(value.items()), value.batch_size)
         is_plain = (
@@ -115,11 +115,9 @@ def tensor_bytes(tensor: torch.Tensor) -> Buffer:
 def _from_bytes(buffer: Buffer, dtype: torch.dtype | np.dtype[Any], shape: Sequence[int]) -> Any:
     """The tensor or array that lives in a writable buffer, which it keeps alive."""
     if isinstance(dtype, torch.dtype):
-        return (
-            torch.from_numpy(buffer).view(dtype).reshape(shape)
-            if buffer.size
-            else torch.empty(shape, dtype=dtype)
-        )
+        if buffer.size:
+            return torch.from_numpy(buffer).view(dtype).reshape(shape)
+        return torch.empty(shape, dtype=dtype)
     return buffer.view(dtype).reshape(shape)
 
 
@@ -157,13 +155,15 @@ def make_private(buffer: Buffer) -> Buffer:
     A large read-only buffer may be shared memory. It is mapped again, copy-on-write. All others are
     copied.
     """
-    start, end = buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes
+    start = buffer.ctypes.data
+    end = buffer.ctypes.data + buffer.nbytes
     if buffer.nbytes < MIN_MAPPED_BYTES or buffer.flags.writeable:
         return buffer.copy()
     first_page = start // mmap.PAGESIZE * mmap.PAGESIZE
     try:
         memory = _memory_at(first_page, end)
-        path, offset = _path_of(memory), first_page - memory.start + memory.offset
+        path = _path_of(memory)
+        offset = first_page - memory.start + memory.offset
         if _file_at(path) != memory.file:
             raise OSError("its file cannot be opened a second time")
         with Path(path).open("rb") as file:
@@ -176,7 +176,8 @@ def make_private(buffer: Buffer) -> Buffer:
             error,
         )
         return buffer.copy()
-    mapping.memory, mapping.owner = memory, buffer
+    mapping.memory = memory
+    mapping.owner = buffer
     _living.add(mapping)
     return np.frombuffer(mapping, np.uint8)[start - first_page :]
 
@@ -189,9 +190,13 @@ def _memory_at(low: int, high: int) -> _SharedMemory:
         if mapping.memory.start <= low and high <= mapping.memory.end:
             return mapping.memory
     for line in _SHARED_LINE.finditer(Path("/proc/self/maps").read_bytes()):
-        start, end, offset, major, minor = (int(part, 16) for part in line.groups()[:5])
+        start = int(line[1], 16)
+        end = int(line[2], 16)
         if start <= low and high <= end:
-            return _SharedMemory(start, end, offset, (os.makedev(major, minor), int(line[6])))
+            offset = int(line[3], 16)
+            device = os.makedev(int(line[4], 16), int(line[5], 16))
+            inode = int(line[6])
+            return _SharedMemory(start, end, offset, file=(device, inode))
     raise OSError("they are not in a shared file")
 
 
@@ -199,14 +204,17 @@ def _memory_at(low: int, high: int) -> _SharedMemory:
 def _path_of(memory: _SharedMemory) -> str:
     """Where the mapped file, which has no name any more, can be opened. It is "" if that is not
     possible."""
-    return next((path for path in _places_of(memory) if _file_at(path) == memory.file), "")
+    for path in _places_of(memory):
+        if _file_at(path) == memory.file:
+            return path
+    return ""
 
 
 def _file_at(path: str) -> tuple[int, int] | None:
     """The device and inode of the file at a path, if there is one."""
     with suppress(OSError):
-        found = Path(path).stat()
-        return found.st_dev, found.st_ino
+        status = Path(path).stat()
+        return status.st_dev, status.st_ino
     return None
 
 
@@ -234,16 +242,18 @@ def save_parts(
     `meta_info/KEY`. Pickle is never used.
     """
     columns = {} if batch is None else dict(batch.items())
-    texts = {
-        f"meta_info/{key}": _as_json(f"meta_info[{key!r}]", value)
-        for key, value in meta_info.items()
-    }
+    batch_size = None if batch is None else list(batch.batch_size)
+    texts: dict[str, str] = {}
+    for key, value in meta_info.items():
+        texts[f"meta_info/{key}"] = _as_json(f"meta_info[{key!r}]", value)
     texts["keys"] = json.dumps([list(columns), list(arrays)])
-    texts["batch_size"] = json.dumps(None if batch is None else list(batch.batch_size))
+    texts["batch_size"] = json.dumps(batch_size)
     tensors: dict[str, torch.Tensor] = {}
     for key, column in {**columns, **arrays}.items():
         if is_ragged(column):
-            tensors[f"batch/{key}/values"], tensors[f"batch/{key}/offsets"] = ragged_parts(column)
+            values, offsets = ragged_parts(column)
+            tensors[f"batch/{key}/values"] = values
+            tensors[f"batch/{key}/offsets"] = offsets
         elif isinstance(column, torch.Tensor):
             tensors[f"batch/{key}"] = column
         elif column.dtype.kind in "biuf":
@@ -275,14 +285,16 @@ def load_parts(filepath: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], d
             return tensors[name]
         return ragged_from_parts(tensors[f"{name}/values"], tensors[f"{name}/offsets"])
 
-    columns = {key: stored(f"batch/{key}") for key in names}
+    batch = None
+    if texts["batch_size"] is not None:
+        columns = {key: stored(f"batch/{key}") for key in names}
+        batch = TensorDict(columns, texts["batch_size"])
     arrays = {key: np.asarray(stored(f"arrays/{key}")) for key in array_names}
-    meta_info = {name[10:]: value for name, value in texts.items() if name.startswith("meta_info/")}
-    return (
-        None if texts["batch_size"] is None else TensorDict(columns, texts["batch_size"]),
-        arrays,
-        meta_info,
-    )
+    meta_info: dict[str, Any] = {}
+    for name, value in texts.items():
+        if name.startswith("meta_info/"):
+            meta_info[name.removeprefix("meta_info/")] = value
+    return batch, arrays, meta_info
 
 
 def _as_json(name: str, value: Any) -> str:

@@ -10,6 +10,7 @@ a result without moving its data. How to wait for a call and how to fetch stored
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -57,13 +58,17 @@ class Reply(NamedTuple):
     @property
     def maker(self) -> str:
         """The process and method that replied, for messages."""
-        return f"{self.span.pool} rank {self.span.rank} ({self.span.role}.{self.span.method}, node {self.span.node})"
+        span = self.span
+        return f"{span.pool} rank {span.rank} ({span.role}.{span.method}, node {span.node})"
 
     @property
     def batch(self) -> BatchHeader:
         """The header of a reply that must be a batch."""
         if self.header is None:
-            kind = "None" if self.value is None else f"a {type(self.value.decode()).__name__}"
+            if self.value is None:
+                kind = "None"
+            else:
+                kind = f"a {type(self.value.decode()).__name__}"
             raise DataError(f"{self.maker} returned {kind}; it must return a DataProto")
         return self.header
 
@@ -73,16 +78,29 @@ def encode_result(
 ) -> tuple[Encoded | None, BatchHeader | None, dict[str, Encoded] | None]:
     """The value and the header of the reply for a result, and the large columns, which must be
     stored."""
+    if result is None:
+        return None, None, None
     if not isinstance(result, DataProto):
-        return None if result is None else encode(result), None, None
+        return encode(result), None, None
     columns = {key: encode(column) for key, column in result.columns().items()}
-    by_size = sorted(columns, key=lambda key: columns[key].num_bytes)
-    ends = np.cumsum([columns[key].num_bytes for key in by_size])
-    large = {
-        key: columns.pop(key) for key, end in zip(by_size, ends, strict=True) if end > INLINE_BYTES
-    }
-    batch_size = None if result.batch is None else tuple(result.batch.batch_size)
-    header = BatchHeader(len(result), batch_size, columns, tuple(large), encode(result.meta_info))
+    small: dict[str, Encoded] = {}
+    large: dict[str, Encoded] = {}
+    num_bytes = 0
+    for key in sorted(columns, key=lambda key: columns[key].num_bytes):
+        num_bytes += columns[key].num_bytes
+        if num_bytes > INLINE_BYTES:
+            large[key] = columns[key]
+    # In the order of the batch, not by size, because readers keep this order.
+    for key, column in columns.items():
+        if key not in large:
+            small[key] = column
+    header = BatchHeader(
+        num_rows=len(result),
+        batch_size=None if result.batch is None else tuple(result.batch.batch_size),
+        small=small,
+        large=tuple(large),
+        meta_info=encode(result.meta_info),
+    )
     return None, header, large or None
 
 
@@ -92,14 +110,15 @@ Fetch = Callable[[Sequence[Reply]], list[dict[str, Encoded]]]
 
 def values_of(replies: Iterable[Reply], fetch: Fetch) -> list[Any]:
     """Each rank's result, with its data."""
-    return [
-        gather_rows([reply], None, None, fetch)
-        if reply.header
-        else reply.value.decode()
-        if reply.value
-        else None
-        for reply in replies
-    ]
+    values: list[Any] = []
+    for reply in replies:
+        if reply.header is not None:
+            values.append(gather_rows([reply], None, None, fetch))
+        elif reply.value is not None:
+            values.append(reply.value.decode())
+        else:
+            values.append(None)
+    return values
 
 
 def count_rows(replies: Iterable[Reply]) -> int:
@@ -114,41 +133,55 @@ def gather_rows(
     are fetched."""
     headers = [reply.batch for reply in replies]
     ends = np.cumsum([header.num_rows for header in headers])
-    rows = np.arange(ends[-1]) if rows is None else rows
+    if rows is None:
+        rows = np.arange(ends[-1])
     if len(rows) and not 0 <= rows.min() <= rows.max() < ends[-1]:
         raise DataError(
             f"rows {rows.min()} to {rows.max()} were requested, but the batch has {ends[-1]} rows"
         )
     part_of_row = np.searchsorted(ends, rows, side="right")
+    # Without rows, the first part tells the columns.
     used = [int(index) for index in np.unique(part_of_row)] or [0]
-    all_names = {index: [*headers[index].small, *headers[index].large] for index in used}
-    if len(set(map(frozenset, all_names.values()))) > 1:
-        shown = "; ".join(
-            f"{replies[index].maker}: {sorted(names)}" for index, names in all_names.items()
-        )
-        raise DataError(f"the ranks returned batches with different keys: {shown}")
-    names = [name for name in all_names[used[0]] if keys is None or name in keys]
+    names = _common_names([replies[index] for index in used], keys)
     with_stored = [index for index in used if not set(names).isdisjoint(headers[index].large)]
     stored = dict(zip(with_stored, fetch([replies[index] for index in with_stored]), strict=True))
     parts = []
     for index in used:
-        header, encoded = headers[index], headers[index].small | stored.get(index, {})
-        part = DataProto.from_columns(
-            {name: encoded[name].decode() for name in names}, header.batch_size, {}
-        )
-        inside = rows[part_of_row == index] - (ends[index] - header.num_rows)
-        parts.append(pick_rows(part, inside) if len(part) == header.num_rows else part)
+        header = headers[index]
+        encoded = header.small | stored.get(index, {})
+        columns = {name: encoded[name].decode() for name in names}
+        part = DataProto.from_columns(columns, header.batch_size, {})
+        # A batch of arrays only has no rows if none of its columns is wanted.
+        if len(part) == header.num_rows:
+            first_row = ends[index] - header.num_rows
+            part = pick_rows(part, rows[part_of_row == index] - first_row)
+        parts.append(part)
     joined = parts[0] if len(parts) == 1 else DataProto.concat(parts)
     joined.meta_info = merge_meta_info([header.meta_info.decode() for header in headers])
     is_in_order = (np.diff(part_of_row) >= 0).all()
-    return joined if is_in_order else joined[np.argsort(np.argsort(part_of_row, kind="stable"))]
+    if not is_in_order:
+        joined = joined[np.argsort(np.argsort(part_of_row, kind="stable"))]
+    return joined
+
+
+def _common_names(replies: Sequence[Reply], keys: Keys) -> list[str]:
+    """The wanted columns of these replies. Raises DataError if the replies differ in their keys."""
+    all_names: list[list[str]] = []
+    for reply in replies:
+        all_names.append([*reply.batch.small, *reply.batch.large])
+    if len(set(map(frozenset, all_names))) > 1:
+        shown: list[str] = []
+        for reply, names in zip(replies, all_names, strict=True):
+            shown.append(f"{reply.maker}: {sorted(names)}")
+        raise DataError(f"the ranks returned batches with different keys: {'; '.join(shown)}")
+    return [name for name in all_names[0] if keys is None or name in keys]
 
 
 def pick_rows(batch: DataProto, rows: RowNumbers) -> DataProto:
     """The rows with these numbers. They are not copied if they are consecutive."""
-    is_range = len(rows) > 0 and bool((np.diff(rows) == 1).all())
-    picked: DataProto = batch[rows[0] : rows[-1] + 1] if is_range else batch[rows]
-    return picked
+    if len(rows) and (np.diff(rows) == 1).all():
+        return batch.slice(int(rows[0]), int(rows[-1]) + 1)
+    return batch.select_idxs(rows)
 
 
 # --- futures ------------------------------------------------------------------------------------------------------
@@ -180,19 +213,24 @@ class CallFuture:
     def get(self, timeout_s: float | None = None) -> Any:
         """Wait for every rank and return the result. Raises WorkerError if a rank failed or
         died."""
-        return self.collect(values_of(replies_of(self.calls, timeout_s), self.calls[0].fetch))
+        replies = replies_of(self.calls, timeout_s)
+        return self.collect(values_of(replies, self.calls[0].fetch))
 
     def spans(self, timeout_s: float | None = None) -> list[Span]:
         """Wait for every rank, and return the spans of the call: what each rank did, with its start
         and end."""
-        return [span for call in self.calls for span in call.spans(timeout_s)]
+        spans: list[Span] = []
+        for call in self.calls:
+            spans += call.spans(timeout_s)
+        return spans
 
     def done(self) -> bool:
         """Whether every rank has replied or failed."""
         return all(call.has_ended(within_s=0) for call in self.calls)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {' and '.join(call.what for call in self.calls)}>"
+        calls = " and ".join(call.what for call in self.calls)
+        return f"<{type(self).__name__} of {calls}>"
 
 
 class Stripe(NamedTuple):
@@ -236,9 +274,11 @@ class DataProtoFuture(CallFuture):
         super().__init__(calls, collect_batches)
         self._is_plain = stripes is None
         self.stripes = (Stripe(self.calls),) if stripes is None else tuple(stripes)
-        self.sources = [
-            call for one in self.stripes if isinstance(one.source, tuple) for call in one.source
-        ]
+        sources: list[Pending] = []
+        for stripe in self.stripes:
+            if isinstance(stripe.source, tuple):
+                sources += stripe.source
+        self.sources = sources
 
     def get(self, timeout_s: float | None = None, keys: Iterable[str] | None = None) -> Any:
         """Wait for the batch, fetch it (only these keys, if they are given) and return it.
@@ -246,14 +286,13 @@ class DataProtoFuture(CallFuture):
         If the method returned TensorDicts, the result is one TensorDict; if it returned lists, the
         joined list. If it returned other values, the result is a list of them.
         """
-        if self._is_plain and any(
-            reply.header is None for reply in replies_of(self.calls, timeout_s)
-        ):
-            return super().get(timeout_s)
+        if self._is_plain:
+            replies = replies_of(self.calls, timeout_s)
+            if any(reply.header is None for reply in replies):
+                return super().get(timeout_s)
         wanted = None if keys is None else frozenset(keys)
-        return batch_to_tensordict(
-            join_stripes([stripe.load(wanted, timeout_s) for stripe in self.stripes])
-        )
+        parts = [stripe.load(wanted, timeout_s) for stripe in self.stripes]
+        return batch_to_tensordict(join_stripes(parts))
 
     def __len__(self) -> int:
         """Number of rows. Waits for the result's header, not for its data."""
@@ -262,9 +301,9 @@ class DataProtoFuture(CallFuture):
     def select(self, keys: Iterable[str]) -> DataProtoFuture:
         """These keys only."""
         wanted = frozenset(keys)
-        stripes = [
-            stripe._replace(keys=intersection(stripe.keys, wanted)) for stripe in self.stripes
-        ]
+        stripes: list[Stripe] = []
+        for stripe in self.stripes:
+            stripes.append(stripe._replace(keys=intersection(stripe.keys, wanted)))
         return DataProtoFuture(self.calls, stripes)
 
     def union(self, other: DataProto | DataProtoFuture) -> DataProtoFuture:
@@ -275,10 +314,10 @@ class DataProtoFuture(CallFuture):
     def reorder(self, indices: Sequence[int] | npt.NDArray[Any]) -> DataProtoFuture:
         """The rows with these numbers, in this order."""
         rows = np.asarray(indices, dtype=np.int64)
-        stripes = [
-            one._replace(order=rows if one.order is None else one.order[rows])
-            for one in self.stripes
-        ]
+        stripes: list[Stripe] = []
+        for stripe in self.stripes:
+            order = rows if stripe.order is None else stripe.order[rows]
+            stripes.append(stripe._replace(order=order))
         return DataProtoFuture(self.calls, stripes)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
@@ -297,15 +336,23 @@ class DataProtoFuture(CallFuture):
             raise DataError(
                 "only futures as calls returned them can be concatenated; get() the others first"
             )
-        return DataProtoFuture([call for future in futures for call in future.calls])
+        calls: list[Pending] = []
+        for future in futures:
+            calls += future.calls
+        return DataProtoFuture(calls)
 
 
 def stripes_of(batch: DataProto | DataProtoFuture) -> tuple[Stripe, ...]:
-    return batch.stripes if isinstance(batch, DataProtoFuture) else (Stripe(batch),)
+    if isinstance(batch, DataProtoFuture):
+        return batch.stripes
+    return (Stripe(batch),)
 
 
 def replies_of(calls: Iterable[Pending], timeout_s: float | None) -> list[Reply]:
-    return [reply for call in calls for reply in call.replies(timeout_s)]
+    replies: list[Reply] = []
+    for call in calls:
+        replies += call.replies(timeout_s)
+    return replies
 
 
 collect_first = itemgetter(0)
@@ -318,36 +365,44 @@ def collect_batches(results: list[Any]) -> Any:
     if all(isinstance(result, DataProto) for result in results):
         return DataProto.concat(results)
     if all(isinstance(result, list) for result in results):
-        return [item for result in results for item in result]
-    return None if all(result is None for result in results) else results
+        return list(chain.from_iterable(results))
+    if all(result is None for result in results):
+        return None
+    return results
 
 
 def join_stripes(parts: Sequence[DataProto]) -> DataProto:
     """One batch with all the keys. If two parts have a key, the later one's column is used."""
-    if (
-        len({len(part) for part in parts if part.columns()}) > 1
-    ):  # a part without keys has no rows to compare
+    # A part without keys has no rows to compare.
+    if len({len(part) for part in parts if part.columns()}) > 1:
         sizes = ", ".join(f"{sorted(part.columns())}: {len(part)}" for part in parts)
         raise DataError(f"batches of different numbers of rows cannot be one batch: {sizes}")
-    columns, meta_info = {}, {}
+    columns = {}
+    meta_info = {}
     for part in parts:
         columns.update(part.columns())
         meta_info.update(part.meta_info)
+    # A part with tensors knows their device, and one with columns knows the number of rows.
     widest = max(parts, key=lambda part: (part.batch is not None, len(part.columns())))
     return widest.like(columns, len(widest), meta_info)
 
 
-def intersection(one: Keys, other: Keys) -> Keys:
-    if one is None or other is None:
-        return other if one is None else one
-    return one & other
+def intersection(first: Keys, second: Keys) -> Keys:
+    if first is None:
+        return second
+    if second is None:
+        return first
+    return first & second
 
 
 def rows_with_keys(batch: DataProto, rows: RowNumbers | None, keys: Keys) -> DataProto:
     """These rows (None means all) of the batch, without columns that are not among the keys."""
-    columns = {
-        key: column for key, column in batch.columns().items() if keys is None or key in keys
-    }
+    columns = batch.columns()
+    if keys is not None:
+        columns = {key: column for key, column in columns.items() if key in keys}
     chosen = batch.like(columns, len(batch))
-    has_no_rows = len(chosen) < len(batch)  # it has arrays only, and none of them is among the keys
-    return chosen if rows is None or has_no_rows else pick_rows(chosen, rows)
+    # A batch of arrays only has no rows if none of them is among the keys.
+    has_no_rows = len(chosen) < len(batch)
+    if rows is None or has_no_rows:
+        return chosen
+    return pick_rows(chosen, rows)

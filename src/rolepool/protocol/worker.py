@@ -2,17 +2,13 @@
 group.
 
 Owns how a method is registered (which arguments each rank gets, and how the results are collected)
-and what a role knows about the process it runs in: its rank and device, the time that parts of a
-call take, the memory that is free, and the states of the random generators. `rolepool.cluster` runs
-the calls.
+and what a role knows about the process it runs in: its rank, its device and its seeds.
+`rolepool.cluster` runs the calls.
 """
 
 from __future__ import annotations
 
 import inspect
-import random
-import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,15 +16,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Self, TypeVar
 
-import numpy as np
-import psutil
-import torch
-
 from rolepool.errors import DataError
-from rolepool.metrics.spans import Part
 from rolepool.placement.parallel import ParallelDims
 from rolepool.seeds import derive_seed
-from rolepool.units import show_bytes
 
 
 @dataclass(frozen=True)
@@ -108,13 +98,14 @@ class Worker:
     device: str
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Here and not in `__init__`, which a role of the user may write without calling ours.
         worker = super().__new__(cls)
-        worker.context, worker.siblings = context, _ = _context.get()
-        worker.rank, worker.world_size, worker.device = (
-            context.rank,
-            context.world_size,
-            context.device,
-        )
+        context, siblings = _context.get()
+        worker.context = context
+        worker.siblings = siblings
+        worker.rank = context.rank
+        worker.world_size = context.world_size
+        worker.device = context.device
         return worker
 
     def less_memory(self, method: str) -> Sequence[str]:
@@ -135,13 +126,13 @@ class Worker:
     ) -> None:
         """Check what a worker of verl says about its mesh. How batches are split is decided when
         the role is added."""
-        given, known = (dp_rank, is_collect), (self.context.dp_rank, self.context.returns_result)
-        if given != known:
-            difference = (
-                f"(dp_rank, is_collect) of rank {self.rank} is {given}, but here it is {known}"
-            )
+        of_mesh = (dp_rank, is_collect)
+        of_role = (self.context.dp_rank, self.context.returns_result)
+        if of_mesh != of_role:
+            pair = f"(dp_rank, is_collect) of rank {self.rank}"
+            problem = f"{pair} is {of_mesh}, but here it is {of_role}"
             raise DataError(
-                f"mesh {mesh_name!r}: {difference}; set tensor_parallel when the role is added"
+                f"mesh {mesh_name!r}: {problem}; set tensor_parallel when the role is added"
             )
 
 
@@ -207,15 +198,15 @@ def register(
     """
     custom: dict[str, Any] = {}
     if isinstance(dispatch_mode, dict) and set(dispatch_mode) == {"dispatch_fn", "collect_fn"}:
-        custom, dispatch_mode = dispatch_mode, Dispatch.ALL_TO_ALL
+        custom = dispatch_mode
+        dispatch_mode = Dispatch.ALL_TO_ALL
     if not isinstance(dispatch_mode, Dispatch):
         needed = "a Dispatch, or a dict with the functions dispatch_fn and collect_fn"
         raise DataError(f"dispatch_mode is {dispatch_mode!r}; it must be {needed}")
     if not isinstance(execute_mode, Execute):
         raise DataError(f"execute_mode is {execute_mode!r}; it must be an Execute")
-    spec = MethodSpec(
-        dispatch_mode, execute_mode, blocking, None if reads is None else frozenset(reads), **custom
-    )
+    keys = None if reads is None else frozenset(reads)
+    spec = MethodSpec(dispatch_mode, execute_mode, blocking, reads=keys, **custom)
 
     def mark(method: Method) -> Method:
         if "blocking" in inspect.signature(method).parameters:
@@ -236,153 +227,9 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Dispatch:
 
 def registered_methods(worker_class: type) -> dict[str, MethodSpec]:
     """The methods of a class that its group can call."""
-    members = ((name, inspect.getattr_static(worker_class, name)) for name in dir(worker_class))
-    return {name: getattr(member, MARK) for name, member in members if hasattr(member, MARK)}
-
-
-# --- time ---------------------------------------------------------------------------------------------------------
-
-
-class PartTimes(list[tuple[str, int, int, int, Any, Any]]):
-    """The parts of a call that were measured, if the call runs in a `with` block of it: name,
-    pieces of work, tokens, attended tokens, start and end.
-
-    Start and end are seconds, or CUDA events between kernels, so that measuring does not make the
-    host wait for a GPU.
-    """
-
-    def __enter__(self) -> PartTimes:
-        self._token = _part_times.set(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _part_times.reset(self._token)
-
-    def added_up(self) -> tuple[Part, ...]:
-        """The parts with the same name and pieces of about the same size, added up. Waits until the
-        GPU has finished."""
-        totals: dict[tuple[str, int], Part] = {}
-        for name, num_pieces, num_tokens, num_attended, start, end in self:
-            if isinstance(start, float):
-                seconds = end - start
-            else:
-                end.synchronize()
-                seconds = start.elapsed_time(end) / 1000
-            key = name, (num_tokens // max(1, num_pieces)).bit_length()
-            before = totals.get(key, Part(name, 0.0, 0))
-            amounts = before.num_tokens + num_tokens, before.num_attended + num_attended
-            totals[key] = Part(
-                name, before.seconds + seconds, before.num_pieces + num_pieces, *amounts
-            )
-        return tuple(totals.values())
-
-
-_part_times: ContextVar[PartTimes | None] = ContextVar("part_times", default=None)
-
-
-@contextmanager
-def part(
-    name: str, num_tokens: int = 0, num_attended: int = 0, *, num_pieces: int = 1
-) -> Iterator[None]:
-    """Count the time inside the block as this part of the call and record the work: `num_pieces`
-    pieces, such as decode steps, and the tokens and attended tokens of all of them. Outside of a
-    call nothing is recorded."""
-    times = _part_times.get()
-    if times is None:
-        yield
-        return
-    now = _cuda_event if torch.cuda.is_initialized() else time.perf_counter
-    start = now()
-    yield
-    times.append((name, num_pieces, num_tokens, num_attended, start, now()))
-
-
-def work_of(lengths: Iterable[int]) -> tuple[int, int]:
-    """The tokens of rows of these lengths, and the attended tokens: how many tokens each token
-    reads, added up."""
-    lengths = list(lengths)
-    return sum(lengths), sum(length * (length + 1) // 2 for length in lengths)
-
-
-def _cuda_event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-# --- memory -------------------------------------------------------------------------------------------------------
-
-_OUT_OF_MEMORY = (
-    "can't allocate memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)
-"""Texts in a RuntimeError of torch's CPU allocator and of CUDA libraries with their own
-allocators."""
-_WANTED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that an allocation failed."""
-    names_it = isinstance(error, RuntimeError) and any(
-        text in str(error) for text in _OUT_OF_MEMORY
-    )
-    return names_it or isinstance(error, torch.OutOfMemoryError | MemoryError)
-
-
-def explain_out_of_memory(
-    who: str, error: BaseException, device: str, remedies: Sequence[str]
-) -> list[str]:
-    """Two lines for the user: who asked for how much and how much was free; and what to change, the
-    best first."""
-    wanted = wanted_bytes(error)
-    amount = "more memory" if wanted is None else show_bytes(wanted)
-    place = "in host memory" if device == "cpu" else "on its GPU"
-    advice = f"try {' or '.join(remedies)}; more advice is" if remedies else "advice is"
-    problem = f"it asked for {amount}, and {show_bytes(free_bytes(device))} are free {place}"
-    return [
-        f"{who} is out of memory: {problem}",
-        f"{advice} in docs/troubleshooting.md, under Memory",
-    ]
-
-
-def wanted_bytes(error: BaseException) -> int | None:
-    """The size of the allocation that failed, if the error names it."""
-    found = _WANTED.search(str(error))
-    return int(float(found[1]) * 1024 ** "bkmgtpe".index(found[2][0].lower())) if found else None
-
-
-def free_bytes(device: str) -> int:
-    """What this process can still allocate. On a GPU it includes what the allocator caches, within
-    its share."""
-    if device == "cpu":
-        return int(psutil.virtual_memory().available)
-    free, total = torch.cuda.mem_get_info()
-    held = torch.cuda.memory_reserved()
-    allowed = int(total * torch.cuda.get_per_process_memory_fraction()) - held
-    return max(0, min(free, allowed)) + held - torch.cuda.memory_allocated()
-
-
-# --- random generators --------------------------------------------------------------------------------------------
-
-
-def random_state() -> dict[str, Any]:
-    """The state of every generator that a role may use. The GPU's is None if this process does not
-    use a GPU."""
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
-    }
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore a state, also one that was stored as JSON with lists. A GPU's is ignored if there is
-    no GPU."""
-    torch.set_rng_state(torch.as_tensor(state["torch"], dtype=torch.uint8))
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.as_tensor(state["cuda"], dtype=torch.uint8))
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(state["numpy"])
+    methods: dict[str, MethodSpec] = {}
+    for name in dir(worker_class):
+        member = inspect.getattr_static(worker_class, name)
+        if hasattr(member, MARK):
+            methods[name] = getattr(member, MARK)
+    return methods

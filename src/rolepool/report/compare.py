@@ -1,28 +1,23 @@
 """Comparing runs: what took how long, which differences are significant, and which keys differ.
 
-Owns the comparison as numbers, words and table (every number comes from the metrics of the runs),
-and training one recipe with several placements, one after another, each in its own process. Does
-not know the page.
+Owns the comparison as numbers, words and table. Every number comes from the metrics of the runs.
+Does not know the page.
 """
 
-import os
-import re
-import signal
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, count, groupby
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from rich.table import Table
 
-from rolepool.config import read_config, show
+from rolepool.config import show
 from rolepool.config.schema import all_keys
-from rolepool.errors import ConfigError, Terminated, collected
-from rolepool.metrics.run_folder import validation_score
-from rolepool.placement.checks import plan_problems
+from rolepool.errors import ConfigError
+from rolepool.metrics.row_text import validation_score
 from rolepool.report.metrics_by_step import REWARD, THROUGHPUT, TIMING, finite_values, metric_names
 from rolepool.report.operations import timed_operations
 from rolepool.report.outside_load import outside_load
@@ -37,20 +32,15 @@ MIN_STEPS = 5
 TABLE_WIDTH = 200
 """Wide enough that every column fits, whatever the terminal."""
 
-
-NUM_LINES_SHOWN = 10
-"""Lines from the end of a failed run's output that are reported."""
-
-
-WaitFor = Callable[[int], tuple[int, int]]
-"""Waits for a process. Returns its exit code, and the last signal that was passed on to it, or
-0."""
-
 NAME_KEYS = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.project_name")
 """Keys that only name a run."""
 
-LAST_REWARDS, LAST_SCORE = "critic/score/mean (last 10%)", "val-core (last)"
+LAST_REWARDS = "critic/score/mean (last 10%)"
+LAST_SCORE = "val-core (last)"
 """Measures of a whole run."""
+
+T = TypeVar("T")
+Array = npt.NDArray[np.float64]
 
 
 class Ratio(NamedTuple):
@@ -89,19 +79,17 @@ class Difference(NamedTuple):
         names: dict[str, list[str]] = {}
         for name, value in self.values.items():
             names.setdefault(value, []).append(name)
-        return f"{self.key}: " + ", ".join(
-            f"{value} in {' and '.join(runs)}" for value, runs in names.items()
-        )
+        values = [f"{value} in {' and '.join(runs)}" for value, runs in names.items()]
+        return f"{self.key}: {', '.join(values)}"
 
 
 def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
     """The runs by distinct names, in the given order. A run that moved counts as several, one for
     each placement."""
-    parts = (
-        read_parts(folder, name)
-        for folder, name in zip(folders, distinct_names(folders), strict=True)
-    )
-    return dict(chain.from_iterable(named.items() for named in parts))
+    runs: dict[str, Run] = {}
+    for folder, name in zip(folders, distinct_names(folders), strict=True):
+        runs.update(read_parts(folder, name))
+    return runs
 
 
 def differences(runs: Mapping[str, Run]) -> list[Difference]:
@@ -109,54 +97,78 @@ def differences(runs: Mapping[str, Run]) -> list[Difference]:
     work."""
     configs = {name: run.config for name, run in runs.items() if run.config}
     keys = dict.fromkeys([*TABLES.work_keys, *all_keys()])
-    found = []
+    different = []
     for key in keys:
         values = {name: value_at(config, key) for name, config in configs.items()}
-        if key in NAME_KEYS or all(
-            value == next(iter(values.values())) for value in values.values()
-        ):
+        if key in NAME_KEYS or _are_equal(list(values.values())):
             continue
         texts = {name: show(value) for name, value in values.items()}
         if len(set(texts.values())) < 2:  # long values whose beginnings are equal
             texts = {name: str(value) for name, value in values.items()}
-        found.append(Difference(key, texts, key in TABLES.work_keys))
-    return found
+        different.append(Difference(key, texts, key in TABLES.work_keys))
+    return different
+
+
+def _are_equal(values: Sequence[object]) -> bool:
+    """Not by a set, because some values are lists."""
+    return all(value == values[0] for value in values)
 
 
 def compare(runs: Mapping[str, Run]) -> list[Line]:
     """A line for each measure and run: first measures that differ significantly, then other
     measures of steps, then measures of whole runs. If another program slowed a run down, its
     differences get no verdict."""
-    lines: list[Line] = []
     by_run = {name: _step_measures(run) for name, run in runs.items()}
-    first_name, first = next(iter(by_run.items()))
     disturbed = {name for name, run in runs.items() if outside_load(run)}
-    for measure in dict.fromkeys(chain.from_iterable(by_run.values())):
-        for name, measures in by_run.items():
-            if measure in measures:
-                values = measures[measure]
-                has_ratio = measure in first and measures is not first
-                ratio = ratio_of_means(first[measure], values) if has_ratio else None
-                if ratio is not None and disturbed & {name, first_name}:
-                    ratio = ratio._replace(verdict="outside load")
-                p50, p95 = np.quantile(values, [0.5, 0.95])
-                lines.append(
-                    Line(measure, name, float(np.mean(values)), float(p50), float(p95), ratio)
-                )
-    differs = {
-        line.measure
-        for line in lines
-        if line.ratio is not None and line.ratio.verdict in ("less", "more")
-    }
+    lines: list[Line] = []
+    for measure in _all_names(by_run):
+        lines += _lines_of_measure(measure, by_run, disturbed)
+    differs = {line.measure for line in lines if _is_significant(line.ratio)}
     lines.sort(key=lambda line: line.measure not in differs)
+
     totals = {name: _run_measures(run) for name, run in runs.items()}
-    for measure in dict.fromkeys(chain.from_iterable(totals.values())):
-        lines += [
-            Line(measure, name, total[measure])
-            for name, total in totals.items()
-            if measure in total
-        ]
+    for measure in _all_names(totals):
+        for name, total in totals.items():
+            if measure in total:
+                lines.append(Line(measure, name, total[measure]))
     return lines
+
+
+def _all_names(by_run: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """The measures of all runs, in the order in which they first appear."""
+    names: dict[str, None] = {}
+    for measures in by_run.values():
+        names.update(dict.fromkeys(measures))
+    return list(names)
+
+
+def _lines_of_measure(
+    measure: str, by_run: Mapping[str, Mapping[str, list[float]]], disturbed: set[str]
+) -> Iterator[Line]:
+    """A line for each run that has the measure. The others are compared with the first run."""
+    first_name, first = next(iter(by_run.items()))
+    for name, measures in by_run.items():
+        if measure not in measures:
+            continue
+        values = measures[measure]
+        ratio = None
+        if measure in first and name != first_name:
+            ratio = ratio_of_means(first[measure], values)
+        if ratio is not None and disturbed.intersection([name, first_name]):
+            ratio = ratio._replace(verdict="outside load")
+        p50, p95 = np.quantile(values, [0.5, 0.95])
+        yield Line(
+            measure=measure,
+            run=name,
+            mean=float(np.mean(values)),
+            p50=float(p50),
+            p95=float(p95),
+            ratio=ratio,
+        )
+
+
+def _is_significant(ratio: Ratio | None) -> bool:
+    return ratio is not None and ratio.verdict in ("less", "more")
 
 
 def headline(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
@@ -168,12 +180,16 @@ def headline(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
     if len(others) == 1:
         sentence = _of_two(others[0], first, ratios.get(others[0]), disturbed)
     else:
-        clauses = [_clause(name, ratios.get(name), {name, first} & {*disturbed}) for name in others]
+        clauses = []
+        for name in others:
+            is_disturbed = name in disturbed or first in disturbed
+            clauses.append(_clause(name, ratios.get(name), is_disturbed))
         sentence = f"compared with {first}: {', '.join(clauses)}"
     num_keys = sum(difference.is_work for difference in differences(runs))
     if not num_keys:
         return sentence
-    return f"{sentence}; their work differs in {num_keys} key{'s' if num_keys > 1 else ''}"
+    plural = "s" if num_keys > 1 else ""
+    return f"{sentence}; their work differs in {num_keys} key{plural}"
 
 
 def _of_two(name: str, first: str, ratio: Ratio | None, disturbed: Sequence[str]) -> str:
@@ -188,9 +204,9 @@ def _of_two(name: str, first: str, ratio: Ratio | None, disturbed: Sequence[str]
     return f"{name} is {factor:.2f}x {_faster_or_slower(ratio)} than {first}, {interval}"
 
 
-def _clause(name: str, ratio: Ratio | None, disturbed: set[str]) -> str:
+def _clause(name: str, ratio: Ratio | None, is_disturbed: bool) -> str:
     """The verdict on one of several runs, as a part of a sentence."""
-    if disturbed:
+    if is_disturbed:
         return f"no verdict on {name} (other programs used the machine)"
     if ratio is None or not ratio.low > 0:
         return f"no verdict on {name} (too few steps)"
@@ -215,7 +231,8 @@ def _factor(ratio: Ratio) -> tuple[float, float, float]:
 def loads_on(runs: Mapping[str, Run]) -> Iterator[str]:
     """A line for each run that other programs slowed down."""
     for name, run in runs.items():
-        if load := outside_load(run):
+        load = outside_load(run)
+        if load is not None:
             yield f"{name}: {load}"
 
 
@@ -226,42 +243,50 @@ def notes_on(runs: Mapping[str, Run]) -> Iterator[str]:
     work = [difference for difference in differences(runs) if difference.is_work]
     if work:
         yield "The work of a step differs, so times cannot be compared directly:"
-        yield from (f"  {difference}" for difference in work)
+        for difference in work:
+            yield f"  {difference}"
 
 
 def ratio_of_means(first: Sequence[float], other: Sequence[float]) -> Ratio | None:
     """Mean of `other` divided by mean of `first`, with a bootstrap interval; None if `first` has
     mean 0."""
-    one, two = np.asarray(first), np.asarray(other)
-    if not one.mean():
+    first_values = np.asarray(first)
+    other_values = np.asarray(other)
+    if not first_values.mean():
         return None
-    value = float(two.mean() / one.mean())
-    if min(len(one), len(two)) < MIN_STEPS:
+    value = float(other_values.mean() / first_values.mean())
+    if min(len(first_values), len(other_values)) < MIN_STEPS:
         return Ratio(value, np.nan, np.nan, "too few steps")
+
     generator = np.random.default_rng(0)
-    ones, twos = (
-        steps[generator.integers(len(steps), size=(NUM_RESAMPLES, len(steps)))]
-        for steps in (one, two)
-    )
-    low, high = np.quantile(twos.mean(axis=1) / ones.mean(axis=1), [0.025, 0.975])
-    return Ratio(
-        value,
-        float(low),
-        float(high),
-        "less" if high < 1 else "more" if low > 1 else "within noise",
-    )
+    first_means = _resampled_means(first_values, generator)
+    other_means = _resampled_means(other_values, generator)
+    low, high = np.quantile(other_means / first_means, [0.025, 0.975])
+    verdict = "within noise"
+    if high < 1:
+        verdict = "less"
+    elif low > 1:
+        verdict = "more"
+    return Ratio(value, float(low), float(high), verdict)
 
 
-def after_warm_up(steps: list[Any]) -> list[Any]:
+def _resampled_means(values: Array, generator: np.random.Generator) -> Array:
+    """The means of values that are drawn from these, with repetitions."""
+    drawn = generator.integers(len(values), size=(NUM_RESAMPLES, len(values)))
+    means: Array = values[drawn].mean(axis=1)
+    return means
+
+
+def after_warm_up(steps: list[T]) -> list[T]:
     """Skip the warm-up: the first 10% of the steps, at least one and at most ten."""
-    return steps[min(10, max(1, len(steps) // 10)) :] or steps
+    num_skipped = min(10, max(1, len(steps) // 10))
+    return steps[num_skipped:] or steps
 
 
 def measured_steps(run: Run) -> dict[int, dict[str, float]]:
     """The metrics of the steps after the warm-up."""
-    return dict(
-        after_warm_up([(step, row) for step, row in run.metrics.items() if f"{TIMING}step" in row])
-    )
+    timed = [(step, row) for step, row in run.metrics.items() if f"{TIMING}step" in row]
+    return dict(after_warm_up(timed))
 
 
 def _step_measures(run: Run) -> dict[str, list[float]]:
@@ -271,26 +296,34 @@ def _step_measures(run: Run) -> dict[str, list[float]]:
             f"{run.folder}: its metrics.jsonl has no rows; compare runs that have completed some steps"
         )
     steps = measured_steps(run)
-    found = sorted(metric_names(steps))
+    recorded = sorted(metric_names(steps))
     names = [f"{TIMING}{name}" for name in ("step", *timed_operations(steps))]
-    names += [THROUGHPUT, *(name for name in found if name.startswith("overlap/"))]
-    names += [name for name in found if name.endswith("/busy_fraction")]
-    return {name: [*values.values()] for name in names if (values := finite_values(steps, name))}
+    names.append(THROUGHPUT)
+    names += [name for name in recorded if name.startswith("overlap/")]
+    names += [name for name in recorded if name.endswith("/busy_fraction")]
+    measures = {}
+    for name in names:
+        values = finite_values(steps, name)
+        if values:
+            measures[name] = list(values.values())
+    return measures
 
 
 def _run_measures(run: Run) -> dict[str, float]:
     """Measures that a run has only once: peak memory, and reward and validation at its end."""
     measures: dict[str, float] = {}
-    if scores := [*finite_values(run.metrics, REWARD).values()]:
-        measures[LAST_REWARDS] = fmean(scores[-max(1, len(scores) // 10) :])
+    rewards = list(finite_values(run.metrics, REWARD).values())
+    if rewards:
+        num_last = max(1, len(rewards) // 10)
+        measures[LAST_REWARDS] = fmean(rewards[-num_last:])
     for row in run.metrics.values():
-        if (score := validation_score(row)) is not None:
+        score = validation_score(row)
+        if score is not None:
             measures[LAST_SCORE] = score
     for name in sorted(metric_names(run.metrics)):
         if name.endswith(("memory_allocated_gb", "/peak_memory_gb")):
-            measures[f"{name} (most)"] = max(
-                finite_values(run.metrics, name).values(), default=np.nan
-            )
+            values = finite_values(run.metrics, name).values()
+            measures[f"{name} (most)"] = max(values, default=np.nan)
     return measures
 
 
@@ -299,12 +332,18 @@ def _run_measures(run: Run) -> dict[str, float]:
 
 def as_table(lines: Sequence[Line]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("measure", "run", "mean", "p50", "p95", "ratio", "95% interval", "difference"):
-        table.add_column(
-            name,
-            justify="right" if name in ("mean", "p50", "p95", "ratio") else "left",
-            no_wrap=True,
-        )
+    columns: dict[str, Literal["left", "right"]] = {
+        "measure": "left",
+        "run": "left",
+        "mean": "right",
+        "p50": "right",
+        "p95": "right",
+        "ratio": "right",
+        "95% interval": "left",
+        "difference": "left",
+    }
+    for name, side in columns.items():
+        table.add_column(name, justify=side, no_wrap=True)
     for measure, group in groupby(lines, key=lambda line: line.measure):
         for number, line in enumerate(group):
             table.add_row("" if number else measure, line.run, *cells_of(line))
@@ -313,16 +352,14 @@ def as_table(lines: Sequence[Line]) -> Table:
 
 def cells_of(line: Line) -> list[str]:
     """Mean, p50, p95, ratio, its interval and the verdict, as text."""
-    cells = ["" if value is None else with_unit(line.measure, value) for value in line[2:5]]
+    cells = []
+    for value in (line.mean, line.p50, line.p95):
+        cells.append("" if value is None else with_unit(line.measure, value))
     if line.ratio is None:
         return [*cells, "", "", ""]
-    _, low, high, verdict = line.ratio
-    return [
-        *cells,
-        f"{line.ratio.value:.3f}",
-        "" if np.isnan(low) else f"{low:.3f} to {high:.3f}",
-        verdict,
-    ]
+    ratio, low, high, verdict = line.ratio
+    interval = "" if np.isnan(low) else f"{low:.3f} to {high:.3f}"
+    return [*cells, f"{ratio:.3f}", interval, verdict]
 
 
 def with_unit(measure: str, value: float) -> str:
@@ -333,91 +370,8 @@ def with_unit(measure: str, value: float) -> str:
     if measure.endswith("fraction"):
         return f"{value:.0%}"
     number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return number + (" GiB" if "_gb" in measure else " tokens/s" if "throughput" in measure else "")
-
-
-# Training with several placements
-
-
-def overrides_of(word: str) -> list[str]:
-    """`split` is a strategy; `placement.strategy=split,placement.split.share=0.5` is a list of
-    overrides."""
-    return (
-        re.split(r",(?=[A-Za-z_][\w.-]*=)", word) if "=" in word else [f"placement.strategy={word}"]
-    )
-
-
-def run_placements(
-    recipe: str,
-    overrides: Sequence[str],
-    words: Sequence[str],
-    say: Callable[[str], None],
-    wait_for: WaitFor,
-) -> tuple[list[Path], list[str]]:
-    """Train with each placement. Returns the folders of the runs that succeeded, and why the others
-    failed.
-
-    `wait_for` waits for a process, and passes Ctrl-C and SIGTERM on to it. They end the comparison
-    after the run.
-    """
-    placements = {
-        re.sub(r"[^\w.=-]+", "_", word.replace("placement.", "")): overrides_of(word)
-        for word in words
-    }
-    if len(words) < 2 or len(placements) < len(words):
-        raise ConfigError(
-            "compare --run: give at least two placements after `--`, such as `-- standard split`"
-        )
-    _check_placements(recipe, overrides, placements)
-    # A new folder each time, so that runs are never mixed.
-    name = f"compare_{Path(recipe).stem}"
-    names = chain([name], (f"{name}_{number}" for number in count(2)))
-    home = next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
-    home.mkdir(parents=True)
-    folders, failures = [], []
-    for name, placement in placements.items():
-        folder, log = home / name, home / f"{name}.log"
-        keys = [f"trainer.default_local_dir={folder}", "trainer.resume_mode=disable"]
-        say(f"training with {name}; its output is in {log}")
-        with log.open("w", encoding="utf-8") as output:
-            command = [
-                sys.executable,
-                "-m",
-                "rolepool",
-                "train",
-                recipe,
-                *overrides,
-                *placement,
-                *keys,
-            ]
-            streams = [(os.POSIX_SPAWN_DUP2, output.fileno(), number) for number in (1, 2)]
-            code, asked = wait_for(
-                os.posix_spawn(sys.executable, command, os.environ, file_actions=streams)
-            )
-        if asked:
-            raise (KeyboardInterrupt if asked == signal.SIGINT else Terminated)(
-                "the training run has ended too"
-            )
-        if code == 0:
-            folders.append(folder)
-        else:
-            last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LINES_SHOWN:]
-            failures.append(
-                "\n".join([f"{name}: training ended with code {code}; the end of {log}:", *last])
-            )
-    return folders, failures
-
-
-def _check_placements(
-    recipe: str, overrides: Sequence[str], placements: Mapping[str, list[str]]
-) -> None:
-    """Raise ConfigError before the first run starts if one of the placements cannot run."""
-    problems: list[str] = []
-    for name, placement in placements.items():
-        with collected(problems, f"{recipe} with {name}: "):
-            draft = read_config([recipe], [*overrides, *placement])
-            draft.checked(*plan_problems(draft.loaded.config))
-    if problems:
-        raise ConfigError(
-            [*problems, f"write keys that belong to one placement after `--`, not into {recipe}"]
-        )
+    if "_gb" in measure:
+        return f"{number} GiB"
+    if "throughput" in measure:
+        return f"{number} tokens/s"
+    return number

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader
 
 from rolepool.files import write_atomically
-from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
+from rolepool.metrics.spans import step_bounds
+from rolepool.metrics.timeline import Bar, first_rank_lanes
 from rolepool.report.compare import (
     LAST_REWARDS,
     LAST_SCORE,

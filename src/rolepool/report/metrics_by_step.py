@@ -2,7 +2,7 @@
 
 import math
 
-from rolepool.metrics.run_folder import validation_score
+from rolepool.metrics.row_text import validation_score
 
 TIMING = "timing_s/"
 """The metric of an operation's time is this prefix and the operation's name."""

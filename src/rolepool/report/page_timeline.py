@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TypedDict
 
-from rolepool.metrics.spans import NONE, Interval, Recorded, lanes
+from rolepool.metrics.spans import Recorded
+from rolepool.metrics.timeline import NONE, Interval, lanes
 from rolepool.report.summary import SpansByStep, around
 
 MAX_SPANS = 10_000

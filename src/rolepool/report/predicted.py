@@ -21,15 +21,17 @@ from rolepool.errors import ConfigError, RolepoolError, collected, explained, fi
 from rolepool.files import atomic_path
 from rolepool.metrics.sharding_times import SHARDING_FILE, ShardingTimes
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span
-from rolepool.placement.plan import build_plan, detect_gpu_memory, parse_inventory, parse_memory
+from rolepool.placement import build_plan
+from rolepool.placement.hardware import detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
+from rolepool.planner.layouts import places
 from rolepool.planner.predict import Prediction, Predictor, ScheduleOf
 from rolepool.planner.profile import SYNC, Profile, Recording
-from rolepool.planner.search import places, search
-from rolepool.report.compare import overrides_of
+from rolepool.planner.search import search
 from rolepool.report.console_logs import read_logs
 from rolepool.report.metrics_by_step import TIMING
 from rolepool.report.operations import timed_operations
+from rolepool.report.placement_runs import overrides_of
 from rolepool.report.plots import new_figure, style
 from rolepool.report.run import Run, parts_of, read_run
 from rolepool.report.tables import TABLES

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rolepool.config import show
 from rolepool.config.saved import saved_values
 from rolepool.errors import ConfigError, encodable, explained, one_line
-from rolepool.metrics.run_folder import event_lines, last_lines, newest_validation
+from rolepool.metrics.run_rows import event_lines, last_lines, newest_validation
 from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps

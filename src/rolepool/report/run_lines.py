@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, create_model
 
-from rolepool.metrics.run_folder import event_kind
+from rolepool.metrics.run_rows import event_kind
 from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded, Span
 from rolepool.reading import LARGEST

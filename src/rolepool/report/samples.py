@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from rolepool.metrics.run_folder import validation_score
+from rolepool.metrics.row_text import validation_score
 from rolepool.reading import open_regular
 from rolepool.report.metrics_by_step import REWARD
 from rolepool.report.run import Run

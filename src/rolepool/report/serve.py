@@ -26,7 +26,8 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from rolepool.errors import ConfigError, RolepoolError, encodable, one_line
-from rolepool.metrics.run_folder import last_lines, validation_score
+from rolepool.metrics.row_text import validation_score
+from rolepool.metrics.run_rows import last_lines
 from rolepool.metrics.spans import Recorded
 from rolepool.reading import open_regular
 from rolepool.report.comparison_page import TEMPLATES
@@ -53,14 +54,28 @@ SPAN_BYTES = 2**16
 MAX_FOLDERS = 5_000
 """Folders that are searched for runs."""
 MAX_COMPARED = 8
+RECENT_STEPS = 10
+"""Steps whose median time is shown."""
 MAX_PROCESSES = 4
 """Reports and comparisons that are made at the same time."""
 SILENT_S = 60.0
 """A run on another machine that has written nothing for this time, and for five steps, may have
 ended."""
 
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'"
-POLICY += "; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'unsafe-inline'",
+        "style-src 'unsafe-inline'",
+        "img-src data:",
+        "connect-src 'self'",
+        "form-action 'self'",
+        "base-uri 'none'",
+        "frame-ancestors 'none'",
+    ]
+)
+TEXT = {"Content-Type": "text/plain"}
+HTML = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY}
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -75,6 +90,13 @@ TEMPLATES.globals.update(
 )
 
 
+Signature = tuple[tuple[str, int, int], ...]
+"""The names of the files of a run, when they were written, and their sizes."""
+Row = dict[str, Any]
+"""What the pages show of a run, by the names that the templates use."""
+Query = dict[str, list[str]]
+
+
 # Reading run folders
 
 
@@ -87,13 +109,15 @@ def find_runs(root: Path) -> dict[str, Path]:
             names[:] = sorted(name for name in names if not name.startswith("."))
         else:
             names.clear()
-            name = root.name if folder == str(root) else os.path.relpath(folder, root)
+            name = os.path.relpath(folder, root)
+            if folder == str(root):
+                name = root.name
             runs[encodable(name)] = Path(folder)
     return runs
 
 
 @lru_cache(maxsize=MAX_FOLDERS)
-def sample_run(folder: Path, signature: tuple[tuple[str, int, int], ...]) -> Run:
+def sample_run(folder: Path, signature: Signature) -> Run:
     """The run with the metrics and spans that the list shows. The result is kept until the
     signature of its files changes."""
     run = read_run(folder, 0, sampled_lines)
@@ -116,39 +140,60 @@ def outer_lines(path: Path) -> Iterator[bytes]:
 
 def newest_score(run: Run) -> float | None:
     """The score of the newest validation that was read."""
-    scores = [score for row in run.metrics.values() if (score := validation_score(row)) is not None]
-    return scores[-1] if scores and math.isfinite(scores[-1]) else None
+    for row in reversed(run.metrics.values()):
+        score = validation_score(row)
+        if score is not None:
+            return score if math.isfinite(score) else None
+    return None
 
 
 def unit_of(run: Run) -> str:
     """What a rank of this run holds. The plan does not say it if `trainer.device` is auto, but the
     spans do."""
-    if run.plan is not None and run.plan.device == "auto":
+    if run.plan is None:
+        return "GPU"
+    devices = {run.plan.device}
+    if run.plan.device == "auto":
         devices = {span.device for _, _, span in run.spans if span.pool in run.plan.pools}
-        return "CPU slot" if devices == {"cpu"} else "GPU"
-    return "CPU slot" if run.plan is not None and run.plan.device == "cpu" else "GPU"
+    return "CPU slot" if devices == {"cpu"} else "GPU"
 
 
 def work_times(spans: Sequence[Recorded]) -> tuple[float, float] | None:
     """When the first recorded work began and the last one ended; None if there is no span."""
     if not spans:
         return None
-    return min(span.queued_s for _, _, span in spans), max(span.end_s for _, _, span in spans)
+    began_s = min(span.queued_s for _, _, span in spans)
+    ended_s = max(span.end_s for _, _, span in spans)
+    return began_s, ended_s
 
 
-def describe(name: str, folder: Path) -> dict[str, Any]:
+def signature_of(folder: Path) -> Signature:
+    """What changes when a run writes."""
+    files = []
+    for file in os.scandir(folder):
+        if file.name in READ_FILES and file.is_file():
+            files.append((file.name, file.stat().st_mtime_ns, file.stat().st_size))
+    return tuple(sorted(files))
+
+
+def recent_step_s(run: Run) -> float:
+    """The median time of the last steps with the newest placement; 0 if there is none."""
+    since_move = parts_of(run)[-1]
+    times_s = list(finite_values(since_move.metrics, f"{TIMING}step").values())
+    if not times_s:
+        return 0.0
+    return median(times_s[-RECENT_STEPS:])
+
+
+def describe(name: str, folder: Path) -> Row:
     """What the pages show of a run. If the run folder cannot be read, that is only its name and the
     error."""
     try:
-        files = [file for file in os.scandir(folder) if file.name in READ_FILES and file.is_file()]
-        signature = tuple(
-            sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-        )
+        signature = signature_of(folder)
         run = sample_run(folder, signature)
         written_s = [time_ns / 1e9 for _, time_ns, _ in signature]
         silent_s = max(0.0, time.time() - max(written_s))
-        times_s = finite_values(parts_of(run)[-1].metrics, f"{TIMING}step")  # since the last move
-        step_s = median([*times_s.values()][-10:]) if times_s else 0.0
+        step_s = recent_step_s(run)
         state = state_of(run, is_silent=silent_s > max(SILENT_S, 5 * step_s))
     except Exception as error:  # no run folder may break the list
         return {"name": name, "state": "unreadable", "error": one_line(error), "started_s": 0.0}
@@ -180,7 +225,7 @@ def start_in_words(time_s: float) -> str:
 # Pages
 
 
-def list_page(server: "Server", query: dict[str, list[str]]) -> str:
+def list_page(server: "Server", query: Query) -> str:
     rows = [describe(name, folder) for name, folder in find_runs(server.root).items()]
     rows.sort(key=lambda row: (-row["started_s"], row["name"]))
     return TEMPLATES.get_template("serve.html").render(
@@ -188,16 +233,18 @@ def list_page(server: "Server", query: dict[str, list[str]]) -> str:
     )
 
 
-def report_page(server: "Server", query: dict[str, list[str]]) -> str:
-    name, folder = next(iter(server.chosen(query).items()))
+def report_page(server: "Server", query: Query) -> str:
+    runs = server.chosen(query)
+    name, folder = next(iter(runs.items()))
     return _with_bar(server.make("report", [folder]), row=describe(name, folder))
 
 
-def comparison_page(server: "Server", query: dict[str, list[str]]) -> str:
-    return _with_bar(server.make("compare", [*server.chosen(query).values()]))
+def comparison_page(server: "Server", query: Query) -> str:
+    runs = server.chosen(query)
+    return _with_bar(server.make("compare", list(runs.values())))
 
 
-def _with_bar(page: str, **values: Any) -> str:
+def _with_bar(page: str, **values: object) -> str:
     """Add a line with a link to the list at the beginning of a page."""
     bar = TEMPLATES.get_template("serve_bar.html").render(**values)
     return re.sub(r"<body[^>]*>|(?=<h1)", lambda match: match[0] + bar, page, count=1)
@@ -232,11 +279,13 @@ class Server(ThreadingHTTPServer):
         self.cookie = f"rolepool_{self.server_port}={self.token}"
         self.url = f"http://{host}:{self.server_port}/?token={self.token}"
 
-    def chosen(self, query: dict[str, list[str]]) -> dict[str, Path]:
+    def chosen(self, query: Query) -> dict[str, Path]:
         """The runs that a query names. Raises ConfigError if there are too many, or if one is not
         in the list."""
-        runs, names = find_runs(self.root), query.get("run", [])
-        if not names or len(names) > MAX_COMPARED or not runs.keys() >= set(names):
+        runs = find_runs(self.root)
+        names = query.get("run", [])
+        are_listed = runs.keys() >= set(names)
+        if not names or len(names) > MAX_COMPARED or not are_listed:
             raise ConfigError(
                 f"{', '.join(names)}: choose 1 to {MAX_COMPARED} runs that are in {self.root}"
             )
@@ -252,68 +301,62 @@ class Handler(BaseHTTPRequestHandler):
     """Answers one request, which can only be a GET."""
 
     server: Server
-    server_version, sys_version = "rolepool", ""
+    server_version = "rolepool"
+    sys_version = ""
     timeout = 30
 
     def handle(self) -> None:
         with suppress(ConnectionError):  # a browser may close its connection at any time
             super().handle()
 
-    def log_message(self, *arguments: Any) -> None:
+    def log_message(self, *arguments: object) -> None:
         """Requests are not logged, because the first one contains the token."""
 
     def do_GET(self) -> None:
         path, _, text = self.path.partition("?")
-        query, server = parse_qs(text), self.server
-        cookies = [cookie.strip().encode() for cookie in self.headers.get("Cookie", "").split(";")]
-        knows_cookie = any(
-            secrets.compare_digest(cookie, server.cookie.encode()) for cookie in cookies
-        )
-        knows_token = secrets.compare_digest(
-            query.get("token", [""])[0].encode(), server.token.encode()
-        )
-        is_for_us = server.hosts.fullmatch(self.headers.get("Host", ""))
-        if not is_for_us or not (knows_token or knows_cookie):
-            self._send(
-                403,
-                "403: open the URL that `rolepool serve` printed\n",
-                {"Content-Type": "text/plain"},
-            )
+        query = parse_qs(text)
+        knows_token = self._is_token(query.get("token", [""])[0])
+        is_for_us = self.server.hosts.fullmatch(self.headers.get("Host", ""))
+        if not is_for_us or not (knows_token or self._has_cookie()):
+            self._send(403, "403: open the URL that `rolepool serve` printed\n", TEXT)
         elif knows_token:
-            self._send(
-                303,
-                "",
-                {
-                    "Location": "/",
-                    "Set-Cookie": f"{server.cookie}; Path=/; HttpOnly; SameSite=Strict",
-                },
-            )
+            # From now on the browser sends the cookie, and its address bar does not show the token.
+            cookie = f"{self.server.cookie}; Path=/; HttpOnly; SameSite=Strict"
+            self._send(303, "", {"Location": "/", "Set-Cookie": cookie})
         elif path not in PAGES:
-            self._send(404, "404: there is no such page\n", {"Content-Type": "text/plain"})
+            self._send(404, "404: there is no such page\n", TEXT)
         else:
             self._answer(path, query)
 
-    def _answer(self, path: str, query: dict[str, list[str]]) -> None:
+    def _is_token(self, word: str) -> bool:
+        return secrets.compare_digest(word.encode(), self.server.token.encode())
+
+    def _has_cookie(self) -> bool:
+        expected = self.server.cookie.encode()
+        cookies = self.headers.get("Cookie", "").split(";")
+        return any(secrets.compare_digest(word.strip().encode(), expected) for word in cookies)
+
+    def _answer(self, path: str, query: Query) -> None:
+        status = 200
+        problems: Sequence[str]
         try:
-            status, page = 200, PAGES[path](self.server, query)
+            page = PAGES[path](self.server, query)
         except Exception as error:  # no run folder may end the server
-            if not isinstance(error, RolepoolError):
+            status = 400
+            if isinstance(error, RolepoolError):
+                problems = error.problems
+            else:
+                problems = [one_line(error)]
                 self.server.handle_error(self.request, self.client_address)  # prints the traceback
-            problems = error.problems if isinstance(error, RolepoolError) else [one_line(error)]
-            status, page = (
-                400,
-                TEMPLATES.get_template("serve_error.html").render(problems=problems, query=query),
-            )
-        self._send(
-            status,
-            page,
-            {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY},
-        )
+            template = TEMPLATES.get_template("serve_error.html")
+            page = template.render(problems=problems, query=query)
+        self._send(status, page, HTML)
 
     def _send(self, status: int, text: str, headers: dict[str, str]) -> None:
         body = text.encode(errors="replace")
         self.send_response(status)
-        for name, value in {**HEADERS, **headers, "Content-Length": str(len(body))}.items():
+        all_headers = {**HEADERS, **headers, "Content-Length": str(len(body))}
+        for name, value in all_headers.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

@@ -9,7 +9,8 @@ from itertools import chain, groupby
 from statistics import fmean
 from typing import NamedTuple
 
-from rolepool.metrics.spans import Recorded, Timeline, critical_path, lanes, step_metrics
+from rolepool.metrics.spans import Recorded
+from rolepool.metrics.timeline import Timeline, critical_path, lanes, step_metrics
 
 MAX_STEPS = 200
 """Steps over which averages are computed."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from rolepool.metrics.spans import Rank, Timeline
+from rolepool.metrics.timeline import Rank, Timeline
 from rolepool.report.run import Run
 
 Event = Mapping[str, object]

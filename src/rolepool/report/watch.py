@@ -18,8 +18,10 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from rolepool.metrics.run_folder import State, sparkline
-from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
+from rolepool.metrics.row_text import sparkline
+from rolepool.metrics.run_folder import State
+from rolepool.metrics.spans import step_bounds
+from rolepool.metrics.timeline import Bar, first_rank_lanes
 from rolepool.report.metrics_by_step import REWARD, finite_values
 from rolepool.report.operations import colors_for
 from rolepool.report.run import parts_of, read_run, sampled_lines
@@ -27,6 +29,8 @@ from rolepool.report.run_state import state_of
 from rolepool.terminal import Terminal
 from rolepool.units import duration, show_bytes
 
+RECENT_STEPS = 10
+"""Steps whose times are used."""
 LAST_STEPS = 5
 """Steps over which a pool's busy fraction is averaged."""
 LAST_BYTES = 2**20
@@ -41,7 +45,8 @@ LANE_WIDTH = 78
 def watch(folder: str | Path, *, once: bool) -> None:
     """Show a run until it ends or Ctrl-C. Prints one frame if `once` is set or the output is not a
     terminal."""
-    watched, console = WatchedRun(folder), Terminal()
+    watched = WatchedRun(folder)
+    console = Terminal()
     if once or not console.is_terminal:
         console.print(watched.frame())
         return
@@ -62,10 +67,11 @@ class WatchedRun:
         self.run = read_run(folder, LAST_BYTES, sampled_lines)
         self.current = parts_of(self.run)[-1]
         state = self.run.read_whole("state.json", TypeAdapter(State).validate_json)
-        is_current = (
-            state is not None and time.time() - state.time_s < SILENT_S and not self.run.is_finished
-        )
-        self.state = state if is_current else None
+        self.state = None
+        """What runs now; None if that is not known."""
+        if state is not None and time.time() - state.time_s < SILENT_S:
+            if not self.run.is_finished:
+                self.state = state
 
     def _recent(self, name: str) -> list[float]:
         """Values of the steps with the current placement."""
@@ -73,71 +79,81 @@ class WatchedRun:
 
     def frame(self) -> Group:
         """What to show now."""
-        last = self._recent("timing_s/step")[-10:]
-        of_steps = f" of {self.run.num_steps}" if self.run.num_steps is not None else ""
-        words = [
-            f"{self.run.name}: {self.state.what if self.state else f'step {self.run.step}'}{of_steps}"
-        ]
-        if last:
-            words.append(f"{duration(last[-1])} per step")
-        if last and self.run.num_steps is not None and not self.run.is_finished:
-            words.append(
-                f"about {timedelta(seconds=round((self.run.num_steps - self.run.step) * fmean(last)))} left"
-            )
-        words += [f"{name}: {count}" for name, count in self.run.event_counts.items()]
-        words.append(state_of(self.run, is_silent=self.state is None))
-        curve = "no reward yet"
-        if rewards := [*finite_values(self.run.metrics, REWARD).values()]:
-            curve = f"reward {sparkline(rewards, width=50)} {rewards[0]:.3f} -> {rewards[-1]:.3f}"
-        is_followed = self.state and fmean(last or [SHORT_S]) >= SHORT_S
-        lanes = (
-            self._live_lanes(self.state, last)
-            if self.state and is_followed
-            else self._recorded_lanes()
-        )
-        return Group(Text(", ".join(words), style="bold"), *lanes, Text(curve))
+        times_s = self._recent("timing_s/step")[-RECENT_STEPS:]
+        words = Text(", ".join(self._words(times_s)), style="bold")
+        # Steps that are too short would have ended before the frame is read.
+        if self.state is not None and fmean(times_s or [SHORT_S]) >= SHORT_S:
+            lanes = self._live_lanes(self.state, times_s)
+        else:
+            lanes = self._recorded_lanes()
+        return Group(words, *lanes, Text(self._curve()))
 
-    def _live_lanes(self, state: State, last: Sequence[float]) -> Iterator[Text]:
+    def _words(self, times_s: Sequence[float]) -> Iterator[str]:
+        """How far the run is; `times_s` are the times of the last steps."""
+        run = self.run
+        progress = self.state.what if self.state else f"step {run.step}"
+        if run.num_steps is not None:
+            progress += f" of {run.num_steps}"
+        yield f"{run.name}: {progress}"
+        if times_s:
+            yield f"{duration(times_s[-1])} per step"
+        if times_s and run.num_steps is not None and not run.is_finished:
+            left_s = (run.num_steps - run.step) * fmean(times_s)
+            yield f"about {timedelta(seconds=round(left_s))} left"
+        for name, count in run.event_counts.items():
+            yield f"{name}: {count}"
+        yield state_of(run, is_silent=self.state is None)
+
+    def _curve(self) -> str:
+        rewards = list(finite_values(self.run.metrics, REWARD).values())
+        if not rewards:
+            return "no reward yet"
+        return f"reward {sparkline(rewards, width=50)} {rewards[0]:.3f} -> {rewards[-1]:.3f}"
+
+    def _live_lanes(self, state: State, times_s: Sequence[float]) -> Iterator[Text]:
         """What each pool has done since the step began, on an axis as long as the last steps
         took."""
-        since_s, now_s = state.since_s, time.time()
-        axis_s = max(now_s - since_s, *last, 0)
-        yield Text(
-            f"{state.what}, running for {duration(now_s - since_s)}; a line is {duration(axis_s)}"
-        )
+        since_s = state.since_s
+        now_s = time.time()
+        running_s = now_s - since_s
+        axis_s = max(running_s, *times_s, 0)
+        yield Text(f"{state.what}, running for {duration(running_s)}; a line is {duration(axis_s)}")
         for pool, calls in state.pools.items():
-            running = [
-                f"{name} for {duration(now_s - start_s)}"
-                for name, start_s, end_s in calls
-                if end_s is None
-            ]
-            yield self._title(f"{pool}: {''.join(running) or 'waiting'}", pool)
-            bars = [
-                (name, start_s - since_s, (end_s or now_s) - since_s)
-                for name, start_s, end_s in calls
-            ]
+            running = ""
+            bars: list[Bar] = []
+            for name, start_s, end_s in calls:
+                if end_s is None:
+                    running += f"{name} for {duration(now_s - start_s)}"
+                bars.append((name, start_s - since_s, (end_s or now_s) - since_s))
+            yield self._title(f"{pool}: {running or 'waiting'}", pool)
             yield lane(bars, axis_s)
 
     def _recorded_lanes(self) -> Iterator[Text]:
         """The last step whose spans are recorded, if nothing runs, or if steps are too short to
         follow."""
-        if bounds := step_bounds(self.current.spans):
-            step, (start_s, end_s) = max(bounds.items())
-            yield Text(f"step {step}, the last one recorded; a line is {duration(end_s - start_s)}")
-            for pool, bars in first_rank_lanes(self.current.spans, start_s, end_s).items():
-                yield self._title(pool, pool)
-                yield lane(bars, end_s - start_s)
+        bounds = step_bounds(self.current.spans)
+        if not bounds:
+            return
+        step, (start_s, end_s) = max(bounds.items())
+        yield Text(f"step {step}, the last one recorded; a line is {duration(end_s - start_s)}")
+        for pool, bars in first_rank_lanes(self.current.spans, start_s, end_s).items():
+            yield self._title(pool, pool)
+            yield lane(bars, end_s - start_s)
 
     def _title(self, words: str, pool: str) -> Text:
         """The words, how busy the pool was in the last steps, and its utilization and memory in the
         last one."""
+        parts = [words]
         busy = self._recent(f"pool/{pool}/busy_fraction")[-LAST_STEPS:]
-        more = [f"busy {fmean(busy):.0%}"] if busy else []
-        more += [f"use {percent:.0f}%" for percent in self._recent(f"pool/{pool}/utilization")[-1:]]
-        more += [
-            show_bytes(gib * 2**30) for gib in self._recent(f"pool/{pool}/peak_memory_gb")[-1:]
-        ]
-        return Text(", ".join([words, *more]))
+        if busy:
+            parts.append(f"busy {fmean(busy):.0%}")
+        percents = self._recent(f"pool/{pool}/utilization")
+        if percents:
+            parts.append(f"use {percents[-1]:.0f}%")
+        peaks_gib = self._recent(f"pool/{pool}/peak_memory_gb")
+        if peaks_gib:
+            parts.append(show_bytes(peaks_gib[-1] * 2**30))
+        return Text(", ".join(parts))
 
 
 def lane(bars: Sequence[Bar], axis_s: float) -> Text:
@@ -153,10 +169,8 @@ def lane(bars: Sequence[Bar], axis_s: float) -> Text:
     text = Text(" ")
     for operation, group in groupby(cells):
         width = len(list(group))
-        letters = (
-            operation[: max(width - 1, 1)]
-            .ljust(width - 1, "." if operation == "." else "=")
-            .ljust(width)
-        )
+        fill = "." if operation == "." else "="
+        name = operation[: max(width - 1, 1)]
+        letters = name.ljust(width - 1, fill).ljust(width)
         text.append(letters, f"black on {colors[operation]}" if operation in colors else "dim")
     return text

@@ -18,15 +18,17 @@ from rolepool.config import Config
 from rolepool.config.model_keys import ActorConfig, CriticConfig, RefConfig
 from rolepool.errors import RolepoolError
 from rolepool.models import parity
-from rolepool.models.checkpoint import weights_of
 from rolepool.models.loading import load_critic, load_policy
 from rolepool.models.packing import TokenRows, response_values
-from rolepool.models.ranks import whole
 from rolepool.models.training import FrozenModel
+from rolepool.models.weights import WeightSource, WeightSpec
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.columns import MASKED_TOKENS, RESPONSE_MASK, TOKENS, flat_values
 from rolepool.roles.model_role import ModelRole, Setup, TrainedRole
+from rolepool.weights.channels import packed
+from rolepool.weights.digests import Digests
+from rolepool.weights.receipts import Receipt
 
 UPDATE_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob")
 """What an update of the actor reads, besides tokens."""
@@ -46,6 +48,10 @@ class Actor(TrainedRole):
         self.train(model, max(0, setup.num_training_steps - config.trainer.critic_warmup))
         if self.keys.loss_scale_factor is not None:
             self.loss_scale_factor = self.keys.loss_scale_factor
+        # Rollouts compute in 16 bits on GPUs.
+        rollout_dtype = None if self.device == "cpu" else torch.bfloat16
+        self.weights = WeightSource(self.trained, rollout_dtype)
+        self._sent = Digests()
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -131,27 +137,31 @@ class Actor(TrainedRole):
             metrics["kl_loss"] = kl_loss.detach()
         return loss, metrics
 
-    # Weights for a rollout in another pool
+    # Weights for a rollout in another pool (`rolepool.weights.channels`)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def weight_names(self) -> list[str]:
-        """Names of all weights; tied weights are listed once."""
-        return list(weights_of(self.trained.model))
+    def weight_specs(self) -> list[WeightSpec]:
+        """All weights without their numbers; tied weights are listed once."""
+        return self.weights.specs()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def export_weights(self, *names: str) -> DataProto:
-        """Some weights, gathered from all ranks, in the dtype that rollouts use (16 bits on GPUs).
-        Rank 0 returns a batch of one row. The other ranks only take part in gathering: they copy
-        nothing and return an empty batch."""
-        dtype = None if self.device == "cpu" else torch.bfloat16
-        rows: dict[str, Tensor] = {}
-        with self.trained.on_device() as model:
-            weights = model.state_dict()
-            for name in names:
-                tensor = whole(weights[name])
+        """Some weights, gathered from all ranks. Rank 0 returns them. The other ranks only take
+        part in gathering: they copy nothing and return an empty batch."""
+        exported: dict[str, Tensor] = {}
+        with self.weights.open(names) as tensors:
+            for name, tensor in tensors:
                 if self.rank == 0:
-                    rows[name] = tensor.detach().to(dtype=dtype).cpu().unsqueeze(0)
-        return DataProto.from_dict(rows)
+                    self._sent.add(name, tensor)  # before it leaves the device
+                    exported[name] = tensor.cpu()
+        return packed(exported)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def sent_receipt(self, version: int) -> Receipt:
+        """The digests of what was exported since the last receipt."""
+        receipt = Receipt(version, self._sent.read())
+        self._sent = Digests()
+        return receipt
 
 
 class Critic(TrainedRole):

@@ -44,7 +44,7 @@ from rolepool.protocol.columns import (
     is_ragged,
     lengths_of,
 )
-from rolepool.protocol.worker import part, work_of
+from rolepool.protocol.part_times import part, work_of
 
 Compute = Callable[[TokenRows], Mapping[str, Tensor]]
 """Computes columns from the tokens of a micro-batch."""

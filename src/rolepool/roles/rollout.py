@@ -5,18 +5,20 @@ from its export. The engine that generates is the one that `actor_rollout_ref.ro
 one of rolepool's own, or a class of the user's.
 """
 
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Literal
+
+from torch import Tensor
 
 from rolepool.config import Config
 from rolepool.config.functions import ENGINES, import_object
 from rolepool.config.model_keys import RolloutConfig
 from rolepool.errors import logger
 from rolepool.models.loading import load_policy
-from rolepool.models.ranks import whole
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.protocol.worker import part
+from rolepool.protocol.part_times import part
 from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import ModelRole, Setup
 from rolepool.roles.rollout_columns import columns_of, rows_of, token_columns
@@ -24,6 +26,9 @@ from rolepool.rollout.conversations import conversations_of
 from rolepool.rollout.engine import ABILITIES, Engine, Request, Sampling
 from rolepool.rollout.environments import ROW_COLUMNS
 from rolepool.rollout.sampling import sample_seed
+from rolepool.weights.channels import unpacked
+from rolepool.weights.digests import Digests
+from rolepool.weights.receipts import Delivery, Receipt
 
 Purpose = Literal["train", "validate", "baseline"]
 """What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of
@@ -50,6 +55,7 @@ class Rollout(ModelRole):
         for ability, loss in ABILITIES.items():
             if ability not in getattr(self.engine, "abilities", ()) and self.rank == 0:
                 logger.warning("%s=%s has no %s: %s", key, name, ability, loss)
+        self._has_warned = False
         self.conversations = conversations_of(config)
         """What runs the environment; None if a response has one turn."""
 
@@ -119,18 +125,44 @@ class Rollout(ModelRole):
     # Weights
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def take_weights_here(self, version: int) -> None:
+    def take_weights_here(self, version: int) -> Delivery:
         """Take the weights of the actor in this process. Nothing is moved if both use one model."""
         actor = self.siblings[Role.Actor]
         assert isinstance(actor, Actor)
-        with actor.trained.on_device() as model, part("gather"):
-            weights = {} if self.engine.shared_weights else model.state_dict()
-            self.engine.update_weights(
-                ((name, whole(weight)) for name, weight in weights.items()), version
-            )
+        names = () if self.engine.shared_weights else None
+        # All ranks gather the same weights, so one of them says what these are.
+        sent = Digests() if self.rank == 0 else None
+        with actor.weights.open(names) as tensors, part("gather"):
+            got = self.engine.update_weights(_noted(tensors, sent), version)
+        self._warn_without(got)
+        return Delivery(None if sent is None else Receipt(version, sent.read()), got)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def take_weights(self, weights: DataProto, version: int | None) -> None:
+    def take_weights(self, weights: DataProto, version: int | None) -> Receipt | None:
         """Take some of the weights, as the actor's `export_weights` returns them. The last call
-        gives the version; then the engine drops what it computed with the old weights."""
-        self.engine.update_weights(((name, row[0]) for name, row in weights.batch.items()), version)
+        gives the version; then the engine drops what it computed with the old weights. It returns
+        the engine's receipt, if there is one."""
+        got = self.engine.update_weights(unpacked(weights), version)
+        if version is not None:
+            self._warn_without(got)
+        return got
+
+    def _warn_without(self, receipt: Receipt | None) -> None:
+        """Say once in a run that nobody compares the weights of this engine."""
+        if receipt is None and self.rank == 0 and not self._has_warned:
+            logger.warning(
+                "actor_rollout_ref.rollout.name=%s returns no receipts: the run does not compare "
+                "the weights that it has got with those that were sent",
+                self.keys.engine,
+            )
+            self._has_warned = True
+
+
+def _noted(
+    tensors: Iterable[tuple[str, Tensor]], digests: Digests | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors. Their digests are computed before they are handed on."""
+    for name, tensor in tensors:
+        if digests is not None:
+            digests.add(name, tensor)
+        yield name, tensor

@@ -6,7 +6,7 @@ share: taking new weights as a stream, versions, sleeping and completions. Does 
 engine computes logits, how a token is chosen from them (`sampling`), nor how to tokenize.
 """
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from rolepool.errors import RolepoolError
 from rolepool.rollout.tensor_parallel import Shard, WeightStream
+from rolepool.weights.digests import Digest
+from rolepool.weights.receipts import Receipt
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,15 @@ class Engine(Protocol):
 
     def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None
-    ) -> None:
+    ) -> Receipt | None:
         """Copy new weights in place: whole tensors under their Hugging Face names, as a stream.
 
         They may come in several calls; the last call gives the version. A missing, repeated or
         unknown name or a wrong shape is an error that names the tensor. Everything computed with
         the old weights is dropped. An engine with shared weights uses only `version`.
+
+        The last call returns a receipt with the digests of all weights of the update. The run
+        compares them with what was sent. Without a receipt (None) nothing is compared.
         """
 
     def sleep(self) -> None:
@@ -174,7 +179,8 @@ class StreamedEngine(Engine):
     """The part of the model that this rank has; None is all of it."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.version = model, 0
+        self.model = model
+        self.version = 0
         self._asleep = False
         self._arriving: WeightStream | None = None
         """An update of the weights that has not ended, or that failed."""
@@ -189,22 +195,27 @@ class StreamedEngine(Engine):
 
     def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None
-    ) -> None:
-        if not self.shared_weights:
-            stream = self._arriving or WeightStream(self.model, self.shard)
-            self._arriving = WeightStream(
-                self.model, self.shard
-            )  # if copying fails, the next update starts again
-            stream.take(named_tensors)
-            if version is not None:
-                stream.end()
-                self.have_arrived()
-            self._arriving = stream if version is None else None
-        if version is not None:
+    ) -> Receipt | None:
+        if self.shared_weights:
+            if version is None:
+                return None
             self.version = version
+            return Receipt(version, is_shared=True)
+        stream = self._arriving or WeightStream(self.model, self.shard)
+        # If copying fails, the next update starts again.
+        self._arriving = WeightStream(self.model, self.shard)
+        stream.take(named_tensors)
+        if version is None:
+            self._arriving = stream
+            return None
+        digests = stream.end()
+        self.have_arrived(digests)
+        self._arriving = None
+        self.version = version
+        return Receipt(version, digests)
 
-    def have_arrived(self) -> None:
-        """All new weights are in the model."""
+    def have_arrived(self, digests: Mapping[str, Digest]) -> None:
+        """All new weights are in the model. `digests` are theirs."""
 
     def sleep(self) -> None:
         self._asleep = True

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rolepool.errors import DataError
 from rolepool.models.packing import on_device
-from rolepool.protocol.worker import part, work_of
+from rolepool.protocol.part_times import part, work_of
 from rolepool.rollout.conversation_cache import ConversationCache
 from rolepool.rollout.decoder import Decoder, Piece
 from rolepool.rollout.engine import Completion, Request, Sampling, StreamedEngine
@@ -257,7 +257,10 @@ class Generation:
         batch = self._batch
         num_rows = batch.num_running
         if self._on_gpu:
-            num_rows = bucket_of(num_rows, batch.num_rows)
+            # At most the slots of this generation, and not the rows of the batch, which may be that
+            # of a larger call: the size decides how a GPU rounds, and a run that was resumed must
+            # compute the same as one that was not.
+            num_rows = bucket_of(num_rows, self._num_slots)
         rows = slice(0, num_rows)
 
         def decode() -> None:
@@ -282,7 +285,8 @@ class Generation:
     def _sample(self, rows: slice, final: Tensor) -> None:
         """Sample the next token of rows, from the final states of their newest tokens."""
         logits = self._decoder.head(final)
-        streams, steps = self._batch.streams[rows], self._batch.steps[rows]
+        streams = self._batch.streams[rows]
+        steps = self._batch.steps[rows]
         tokens, log_probs = choose(logits, streams, steps, self._sampling)
         # All ranks take the first rank's tokens: ranks that disagree would make different calls and
         # hang.

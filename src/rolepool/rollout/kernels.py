@@ -55,7 +55,8 @@ def _rotate_and_store(
     slot = tl.load(slots_ptr + token)
     keys = tl.multiple_of(tl.load(place_ptr).to(qkv_ptr.dtype), 16)
     values = tl.multiple_of(tl.load(place_ptr + 1).to(qkv_ptr.dtype), 16)
-    num_slots, length = tl.load(place_ptr + 2), tl.load(place_ptr + 3)
+    num_slots = tl.load(place_ptr + 2)
+    length = tl.load(place_ptr + 3)
     first_line = (layer * num_slots + slot) * NUM_KV_HEADS * length + position
     row = qkv_ptr + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
 
@@ -119,13 +120,16 @@ def _attend(
     SPLITS: tl.constexpr,
 ):
     """One part of one row: all queries of a group with the keys that they share, each read once."""
-    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
     end = tl.load(positions_ptr + row).to(tl.int32) + 1
     start = tl.maximum(end - window, 0)
     share = tl.cdiv(tl.cdiv(end - start, SPLITS), BLOCK) * BLOCK
     start += split * share
     end = tl.minimum(start + share, end)
-    num_slots, length = tl.load(place_ptr + 2), tl.load(place_ptr + 3)
+    num_slots = tl.load(place_ptr + 2)
+    length = tl.load(place_ptr + 3)
     line = ((layer * num_slots + tl.load(slots_ptr + row)) * NUM_KV_HEADS + kv_head) * length
     keys = tl.multiple_of(tl.load(place_ptr).to(queries_ptr.dtype), 16) + line * HEAD_DIM
     values = tl.multiple_of(tl.load(place_ptr + 1).to(queries_ptr.dtype), 16) + line * HEAD_DIM
@@ -175,7 +179,8 @@ def _join_parts(
     SPLITS: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
-    s, d = tl.arange(0, SPLITS), tl.arange(0, DIM_PAD)
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, DIM_PAD)
     log_sum = tl.load(log_sums_ptr + head * SPLITS + s)
     largest = tl.max(log_sum)
     weight = tl.exp2(log_sum - tl.where(largest == -float("inf"), 0.0, largest))
@@ -200,7 +205,8 @@ def attend(
     outputs = torch.empty(
         num_rows, num_heads * head_dim, dtype=queries_bhd.dtype, device=queries_bhd.device
     )
-    parts, log_sums = outputs, outputs
+    parts = outputs
+    log_sums = outputs
     if num_splits > 1:
         parts = torch.empty(
             num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=outputs.device
@@ -266,7 +272,8 @@ def _silu_gate(gate_up_ptr, outputs_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 def silu_gate(gate_up_te: Tensor) -> Tensor:
     """SiLU of the first half of features, times the second half."""
-    num_tokens, size = gate_up_te.shape[0], gate_up_te.shape[1] // 2
+    num_tokens = gate_up_te.shape[0]
+    size = gate_up_te.shape[1] // 2
     outputs_te = torch.empty(num_tokens, size, dtype=gate_up_te.dtype, device=gate_up_te.device)
     _silu_gate[(num_tokens, triton.cdiv(size, 1024))](gate_up_te, outputs_te, size, 1024)
     return outputs_te
@@ -386,7 +393,9 @@ def _race(
 ):
     """The winner among one block of a row's tokens, and the block's part of the softmax
     denominator."""
-    row, block, num_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    num_blocks = tl.num_programs(1)
     v = block * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(logits_ptr + row * row_stride + v, mask=v < VOCAB, other=-float("inf")).to(
         tl.float32
@@ -411,9 +420,8 @@ def _race(
         key = (key ^ (key >> 27)) * 0x94D049BB133111EB
         key = key ^ (key >> 31)
         bits = _mix32(_mix32(v.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
-        uniform = (
-            bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
-        )  # 2**-32 and half of it
+        # 2**-32 and half of it.
+        uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
         # The earliest times decide, and there 1 - uniform has lost the bits that distinguish them.
         early = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
         time = tl.where(uniform < 0.02, early, -libdevice.fast_logf(1.0 - uniform))

@@ -16,7 +16,8 @@ from rolepool.config import Config
 from rolepool.config.model_files import num_positions
 from rolepool.errors import DataError, RolepoolError, first_few
 from rolepool.placement.estimate import cache_room
-from rolepool.protocol.worker import WorkerContext, free_bytes
+from rolepool.protocol.out_of_memory import free_bytes
+from rolepool.protocol.worker import WorkerContext
 from rolepool.rollout.decoder import Decoder, cache_shape, join_weights, refuse_unknown
 from rolepool.rollout.engine import Completion, Request, Sampling, StreamedEngine
 from rolepool.rollout.generation import Generation, Machinery, Schedule

@@ -16,8 +16,10 @@ from torch import Size, Tensor, nn
 
 from rolepool.config.model_files import why_not_parallel
 from rolepool.errors import ConfigError, DataError, first_few
+from rolepool.weights.digests import Digest, Digests
 
-_BY_OUTPUT, _BY_INPUT = 0, 1
+_BY_OUTPUT = 0
+_BY_INPUT = 1
 
 
 class Shard:
@@ -29,7 +31,8 @@ class Shard:
         counts = (model_config.num_attention_heads, num_kv_heads, model_config.intermediate_size)
         if (problem := why_not_parallel(*counts, size)) is not None:
             raise ConfigError(problem)
-        self._size, self._rank = size, rank
+        self._size = size
+        self._rank = rank
         self._splits = dict.fromkeys(("q_proj", "gate_proj", "up_proj"), (_BY_OUTPUT, size))
         self._splits |= dict.fromkeys(("k_proj", "v_proj"), (_BY_OUTPUT, min(size, num_kv_heads)))
         self._splits |= dict.fromkeys(("o_proj", "down_proj"), (_BY_INPUT, size))
@@ -41,7 +44,9 @@ class Shard:
         if num_parts == 1:
             return whole
         if dim >= whole.dim():
-            return whole if self._rank == 0 else torch.zeros_like(whole)
+            if self._rank == 0:
+                return whole
+            return torch.zeros_like(whole)
         length = whole.shape[dim] // num_parts
         return whole.narrow(dim, self._rank * num_parts // self._size * length, length)
 
@@ -77,7 +82,9 @@ class TensorParallel(NamedTuple):
     @staticmethod
     def over_neighbours(size: int) -> "TensorParallel":
         """Groups of `size` adjacent ranks. All ranks of the process group must call this."""
-        return TensorParallel(size, dist.new_subgroups(size)[0]) if size > 1 else TensorParallel()
+        if size > 1:
+            return TensorParallel(size, dist.new_subgroups(size)[0])
+        return TensorParallel()
 
     def sum(self, partial: Tensor) -> Tensor:
         """Add up the ranks' tensors in place. The result is identical on all ranks."""
@@ -109,8 +116,10 @@ class WeightStream:
     """
 
     def __init__(self, model: nn.Module, shard: Shard | None) -> None:
-        self._targets, self._shard = model.state_dict(keep_vars=True), shard
+        self._targets = model.state_dict(keep_vars=True)
+        self._shard = shard
         self._arrived: set[str] = set()
+        self._digests = Digests()
 
     @torch.no_grad()
     def take(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -121,21 +130,31 @@ class WeightStream:
             if name in self._arrived:
                 raise DataError(f"weights: {name} was sent twice")
             target = self._targets[name]
-            shape = (
-                target.shape if self._shard is None else self._shard.whole_shape(name, target.shape)
-            )
+            if self._shard is None:
+                shape = target.shape
+            else:
+                shape = self._shard.whole_shape(name, target.shape)
             if tensor.shape != shape:
                 raise DataError(
                     f"weights: {name} has shape {list(tensor.shape)}, the model's {list(shape)}"
                 )
-            target.copy_(tensor if self._shard is None else self._shard.part(name, tensor))
+            part = tensor if self._shard is None else self._shard.part(name, tensor)
+            target.copy_(part)
             self._arrived.add(name)
+            if part is tensor and target.dtype == tensor.dtype:
+                self._digests.add(name, target.detach())
+            else:
+                # The model has a part of it, or has it in another dtype. The sender knows neither,
+                # so the digest is that of what has arrived.
+                self._digests.add(name, tensor, target.device)
 
-    def end(self) -> None:
-        """Check that all weights have arrived."""
+    def end(self) -> dict[str, Digest]:
+        """Check that all weights have arrived. Returns their digests: of what is in the model, or,
+        if the model has a part of a weight or another dtype, of what has arrived."""
         arrived = {id(self._targets[name]) for name in self._arrived}
         missing = [name for name, target in self._targets.items() if id(target) not in arrived]
         if missing:
             raise DataError(
                 f"weights: {len(missing)} of {len(self._targets)} are missing: {first_few(missing, 5)}"
             )
+        return self._digests.read()

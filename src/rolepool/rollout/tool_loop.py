@@ -128,7 +128,10 @@ def _reset_arguments(row: PromptRow) -> dict[str, Any]:
 
 def _message(name: str, outcome: Outcome, limit: int) -> dict[str, Any]:
     """What the model reads of an outcome, at most about `limit` characters."""
-    text = str(outcome.value) if outcome.error is None else f"Error: {outcome.error}"
+    if outcome.error is None:
+        text = str(outcome.value)
+    else:
+        text = f"Error: {outcome.error}"
     if len(text) > limit:
         half = limit // 2
         text = f"{text[:half]}...(truncated)...{text[len(text) - half :]}"

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from rolepool.config import Config
 from rolepool.errors import ConfigError
-from rolepool.protocol.worker import WorkerContext, part, work_of
+from rolepool.protocol.part_times import part, work_of
+from rolepool.protocol.worker import WorkerContext
 from rolepool.rollout.engine import Completion, Request, Sampling, StreamedEngine
 from rolepool.rollout.sampling import choose, seed_streams
 

@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rolepool.config import Config
 from rolepool.config.model_files import ShapeUnknown
-from rolepool.errors import ConfigError
+from rolepool.errors import ConfigError, first_few
 from rolepool.placement import ParallelDims, Role
 from rolepool.placement.estimate import BF16, cache_room, generation_memory, shape_of
 from rolepool.protocol.worker import WorkerContext
@@ -32,6 +32,8 @@ from rolepool.rollout.engine import ABILITIES, Completion, Request, Sampling, St
 from rolepool.rollout.tensor_parallel import TensorParallel
 from rolepool.rollout.vllm_client import START_TIMEOUT_S, VllmClient
 from rolepool.units import show_bytes
+from rolepool.weights.digests import Digest, digests_of
+from rolepool.weights.receipts import Receipt, WeightsDifferError, differences_between
 
 _FIXED_ARGUMENTS = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
 """Arguments that rolepool relies on: tokens only, and log-probs after temperature, top-k and
@@ -190,35 +192,68 @@ class VllmEngine(StreamedEngine):
 
     def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None
-    ) -> None:
+    ) -> Receipt | None:
         if self._gpu is not None and self._arriving is None:
             self.model.to_empty(device=self._gpu)
             self.model.tie_weights()
-        super().update_weights(named_tensors, version)
+        return super().update_weights(named_tensors, version)
 
-    def have_arrived(self) -> None:
-        if self._gpu is None:
-            self._send_file()
-        else:
-            self._send_handles(self._gpu)
+    def have_arrived(self, digests: Mapping[str, Digest]) -> None:
+        self._pass_on(digests)
+        if self._gpu is not None:
             self.model.to("meta")
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()  # vLLM needs the memory now
 
-    def _send_file(self) -> None:
-        """Pass weights on as a file in shared memory."""
+    def _pass_on(self, digests: Mapping[str, Digest]) -> None:
+        """Pass the weights on to vLLM, and compare what it has got. The run compares the weights
+        that have arrived here."""
         weights = file_weights(self.model)
+        sent = self._digests_of(weights, digests)
+        if self._gpu is None:
+            got = self._send_file(weights)
+        else:
+            got = self._send_handles(weights, self._gpu)
+        differences = list(
+            differences_between(sent, {key: Digest(*one) for key, one in got.items()})
+        )
+        if differences:
+            raise WeightsDifferError(
+                "weights changed on their way to the process of vLLM: "
+                f"{first_few(differences, 3, '; ')}; see docs/troubleshooting.md, under Weights"
+            )
+
+    def _digests_of(
+        self, weights: Mapping[str, Tensor], digests: Mapping[str, Digest]
+    ) -> dict[str, Digest]:
+        """The digests of weights under the names in files. Most weights are the model's own, whose
+        digests are known."""
+        own = dict(self.model.named_parameters())
+        known: dict[str, Digest] = {}
+        converted: dict[str, Tensor] = {}
+        for name, weight in weights.items():
+            is_own = name in own and own[name].data_ptr() == weight.data_ptr()
+            if is_own and name in digests and digests[name].dtype == _dtype_name(weight):
+                known[name] = digests[name]
+            else:
+                converted[name] = weight
+        return known | digests_of(converted.items())
+
+    def _send_file(self, weights: dict[str, Tensor]) -> dict[str, Any]:
+        """Pass weights on as a file in shared memory. Returns the digests of what vLLM read."""
         with tempfile.NamedTemporaryFile(dir=_SHARED_MEMORY, prefix="rolepool_weights_") as file:
             save_file(weights, file.name)
-            self.ask("update", file.name)
+            digests: dict[str, Any] = self.ask("update", file.name)
+        return digests
 
-    def _send_handles(self, gpu: str) -> None:
-        """Pass weights on as handles of the GPU memory in which they are."""
-        weights = file_weights(self.model)
+    def _send_handles(self, weights: dict[str, Tensor], gpu: str) -> dict[str, Any]:
+        """Pass weights on as handles of the GPU memory in which they are. Returns the digests of
+        what vLLM sees there."""
         uuid = str(torch.cuda.get_device_properties(gpu).uuid)
         torch.cuda.synchronize()  # vLLM reads the memory, and does not wait for our copies
         handles = {name: _handle_of(weight, uuid) for name, weight in weights.items()}
-        self.ask("update_by_handles", handles)
+        digests: dict[str, Any] = self.ask("update_by_handles", handles)
+        return digests
 
     def sleep(self) -> None:
         super().sleep()
@@ -279,6 +314,9 @@ def file_weights(model: Any) -> dict[str, Tensor]:
 def _handle_of(weight: Tensor, uuid: str) -> tuple[str, list[int], dict[str, Any]]:
     """What vLLM's interface for CUDA IPC is told about a tensor: dtype, shape, and the handle of
     its memory by GPU."""
-    dtype = str(weight.dtype).removeprefix("torch.")
     _, handle = reduce_tensor(weight)
-    return dtype, list(weight.shape), {uuid: handle}
+    return _dtype_name(weight), list(weight.shape), {uuid: handle}
+
+
+def _dtype_name(weight: Tensor) -> str:
+    return str(weight.dtype).removeprefix("torch.")

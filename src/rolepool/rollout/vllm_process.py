@@ -4,20 +4,24 @@
 
 Reads calls from the socket FD and answers each. Ends when the socket closes, also while vLLM starts.
 Owns what vLLM is asked to do. That environment does not have rolepool, so this file imports nothing
-from it, and all arguments are plain data.
+from it, and all arguments are plain data. It loads one file of rolepool, which needs only torch.
 """
 
+import functools
+import importlib.util
 import os
 import select
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm import LLM, SamplingParams  # is in the other environment
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -84,16 +88,25 @@ class Server:
     def abort(self, numbers: Sequence[int]) -> None:
         self._engine.abort_request([str(number) for number in numbers])
 
-    def update(self, file: str) -> None:
-        """Take all weights from a safetensors file, and drop what was computed with the old
-        ones."""
+    def update(self, file: str) -> dict[str, tuple[Any, ...]]:
+        """Take all weights from a safetensors file, and drop what was computed with the old ones.
+        Returns the digests of what was in the file. vLLM joins weights when it loads them, so
+        nobody can compare what it has then."""
         self.wake("weights")
-        self._llm.collective_rpc(_reload, args=(file,))
+        # The worker runs in this process.
+        (digests,) = self._llm.collective_rpc(_reload, args=(file,))
         self._llm.reset_prefix_cache()
+        received: dict[str, tuple[Any, ...]] = digests
+        return received
 
-    def update_by_handles(self, weights: dict[str, tuple[str, list[int], dict[str, Any]]]) -> None:
+    def update_by_handles(
+        self, weights: dict[str, tuple[str, list[int], dict[str, Any]]]
+    ) -> dict[str, tuple[Any, ...]]:
         """The same with the dtype, the shape and the memory of each weight, for vLLM's interface
         for CUDA IPC."""
+        # They stay open until vLLM has opened the same memory, so that it is mapped once.
+        received = {name: _opened(handle) for name, (_, _, handle) in weights.items()}
+        digests = _digests_of(received.items())
         dtypes, shapes, handles = map(list, zip(*weights.values(), strict=True))
         update = {
             "names": list(weights),
@@ -106,6 +119,8 @@ class Server:
         self._llm.update_weights({"update_info": update})
         self._llm.finish_weight_update()
         self._llm.reset_prefix_cache()
+        del received
+        return digests
 
     def sleep(self) -> None:
         try:
@@ -127,12 +142,40 @@ class Server:
                 self._asleep.remove(tag)
 
 
-def _reload(worker: Any, file: str) -> None:
-    worker.model_runner.reload_weights(weights_iterator=iter(load_file(file).items()))
+def _reload(worker: Any, file: str) -> dict[str, tuple[Any, ...]]:
+    weights = load_file(file)
+    digests = _digests_of(weights.items())
+    worker.model_runner.reload_weights(weights_iterator=iter(weights.items()))
     head = getattr(worker.model_runner.get_model(), "lm_head", None)
     if head is not None:
         # On a CPU it has a packed copy of its weight, which vLLM 0.32 keeps if the weight is tied.
         head.quant_method.process_weights_after_loading(head)
+    return digests
+
+
+def _opened(handle: dict[str, Any]) -> torch.Tensor:
+    """The tensor in the GPU memory of a handle, as vLLM opens it."""
+    (arguments,) = map(list, handle.values())
+    arguments[6] = torch.cuda.current_device()  # the index of the GPU may differ in the sender
+    tensor: torch.Tensor = rebuild_cuda_tensor(*arguments)
+    return tensor
+
+
+def _digests_of(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[Any, ...]]:
+    """The digests of tensors as plain data, because the classes of this process are not those of
+    the engine."""
+    digests = _load_digests().digests_of(named_tensors)
+    return {name: tuple(digest) for name, digest in digests.items()}
+
+
+@functools.cache
+def _load_digests() -> Any:
+    """rolepool's module `digests`, which needs nothing else of rolepool."""
+    file = Path(__file__).parents[1] / "weights" / "digests.py"
+    spec: Any = importlib.util.spec_from_file_location("rolepool_digests", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _end_with(fd: int) -> None:

@@ -1,7 +1,8 @@
 """From a plan to roles that can be called.
 
-Owns which process gets which role, and how the actor's weights reach the rollout: that follows from
-the plan. Which class plays which role is in the table of `rolepool.placement.roles`.
+Owns which process gets which role. Which class plays which role is in the table of
+`rolepool.placement.roles`, and how the actor's weights reach the rollout is chosen from the plan by
+`rolepool.weights.channels`.
 """
 
 import os
@@ -28,9 +29,9 @@ from rolepool.models.loading import read_model_config
 from rolepool.placement import ParallelDims, Plan, Role
 from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.roles import ROLE_SPECS
-from rolepool.protocol import CallFuture
 from rolepool.roles.model_role import Setup
 from rolepool.trainer.step import Roles
+from rolepool.weights.channels import channel_of
 
 CPUS_PER_HELPER, MAX_HELPERS = 8, 8
 """Rule rewards use one process for so many CPUs of the driver's node, up to a limit."""
@@ -48,8 +49,6 @@ class Inputs(NamedTuple):
     """The number of processes for rule rewards."""
 
 
-WEIGHTS_PER_CALL = 16
-"""Tensors in one call of a weight sync, which is about two layers."""
 ENGINE_POLL_S = 10.0
 """While engines start, the console says so once in this time."""
 
@@ -109,8 +108,7 @@ def build_roles(
         role: proxies[role].with_blocking(False) for role in ROLE_SPECS if role in proxies
     }
     await_engines(ready[Role.Rollout], tell)
-    sync = sync_here if plan.roles[Role.Actor] == plan.roles[Role.Rollout] else sync_across
-    return Roles(ready, sync(ready[Role.Actor], ready[Role.Rollout]))
+    return Roles(ready, channel_of(plan, ready[Role.Actor], ready[Role.Rollout]))
 
 
 def _build_order(config: Config) -> list[Role]:
@@ -192,28 +190,3 @@ def check_prompts(config: Config, models: Models, prompts: Sequence[PromptSet]) 
         elif (texts := reward_texts(config, section, vocab_size)) is not None:
             for one in prompts:
                 texts.check(one)
-
-
-def sync_here(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:
-    """Actor and rollout share processes: each process copies its weights inside."""
-    return lambda version: [rollout.take_weights_here(version)]
-
-
-def sync_across(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:
-    """Weights go from the actor's rank 0 through shared memory to every rollout process, a few
-    layers at a time.
-
-    This cannot deadlock, because both pools get their calls in the same order, and no call waits
-    for the other pool.
-    """
-    names: list[str] = actor.weight_names().get()
-    groups = [
-        names[start : start + WEIGHTS_PER_CALL] for start in range(0, len(names), WEIGHTS_PER_CALL)
-    ]
-
-    def sync(version: int) -> list[CallFuture]:
-        versions = [*[None] * (len(groups) - 1), version]  # the last call gives the version
-        exported = [actor.export_weights(*group) for group in groups]
-        return [rollout.take_weights(*taken) for taken in zip(exported, versions, strict=True)]
-
-    return sync

@@ -14,7 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from rolepool.errors import printable
-from rolepool.metrics.run_folder import console_line, event_lines, sparkline, validation_score
+from rolepool.metrics.row_text import console_line, sparkline, validation_score
+from rolepool.metrics.run_rows import event_lines
 from rolepool.terminal import Terminal
 
 NUM_SHOWN_SAMPLES = 4

@@ -18,7 +18,8 @@ from rolepool.cluster import Cluster, Prepared, next_call_number
 from rolepool.config import Config, LoadedConfig
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.errors import ConfigError, PlacementError, WorkerError, one_line
-from rolepool.metrics.run_folder import Loggers, RunFolder, write_samples
+from rolepool.metrics.loggers import Loggers
+from rolepool.metrics.run_folder import RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.sharding_times import SHARDING_FILE, ShardingTimes
 from rolepool.metrics.spans import Recorded, driver_span

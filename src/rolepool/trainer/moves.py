@@ -25,10 +25,11 @@ from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import estimate_memory
-from rolepool.placement.plan import detect_gpu_memory
+from rolepool.placement.hardware import detect_gpu_memory
+from rolepool.planner.layouts import places
 from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
 from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
-from rolepool.planner.search import places, search
+from rolepool.planner.search import search
 from rolepool.reading import read_small
 from rolepool.report.predicted import identity_of, read_recordings, recordings_of, without_placement
 from rolepool.report.run import open_run, read_run

@@ -39,12 +39,8 @@ def schedule_of(config: Config) -> Schedule:
     for key in (key for key in all_keys() if key.endswith(".ppo_epochs")):
         config = config.with_value(key, min(MAX_EPOCHS, config.at(key)))
     notes = _Notes()
-
-    def sync(version: int) -> Any:
-        return [notes.call((Role.Actor, Role.Rollout))]
-
     names_of_roles = (*needed_roles(config)[0], Role.RewardModel)
-    roles = Roles({role: _PaperRole(notes, role) for role in names_of_roles}, sync)
+    roles = Roles({role: _PaperRole(notes, role) for role in names_of_roles}, _PaperWeights(notes))
     recorder: Any = notes  # in place of the estimator
     pipeline = Pipeline(step_of(config), recorder, _PaperPrompts())
     number = config.trainer.critic_warmup + 1
@@ -124,6 +120,19 @@ class _Notes:
         batch = self.call((), *given)
         self.waited_for |= batch.calls
         return SimpleNamespace(batch=batch, lengths=())
+
+
+@dataclass(frozen=True)
+class _PaperWeights:
+    """A transfer of weights that is one call of both roles."""
+
+    notes: _Notes
+
+    def send(self, version: int) -> Any:
+        return [self.notes.call((Role.Actor, Role.Rollout))]
+
+    def check(self) -> None:
+        """Nothing was sent."""
 
 
 @dataclass(frozen=True)

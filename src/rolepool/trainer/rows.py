@@ -13,14 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from rolepool.config import Config
 from rolepool.data.prompts import PromptSet, validation_batches
 from rolepool.data.rewards import PRED
-from rolepool.metrics.spans import (
-    Recorded,
-    Span,
-    Timeline,
-    operation_times,
-    step_bounds,
-    step_metrics,
-)
+from rolepool.metrics.spans import Recorded, Span, operation_times, step_bounds
+from rolepool.metrics.timeline import Timeline, step_metrics
 from rolepool.placement import Plan
 from rolepool.placement.roles import OPERATIONS
 from rolepool.protocol import DataProto

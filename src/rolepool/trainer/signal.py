@@ -203,8 +203,8 @@ class _Measurement(Trainer):
         return len(response) >= limit and int(response[-1]) not in self._stops
 
 
-class _Phases(Observer):
-    """Passes on what the run does."""
+class _Passing(Observer):
+    """Passes on what the run does, and what it waits for."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say
@@ -212,12 +212,16 @@ class _Phases(Observer):
     def on_phase(self, what: str) -> None:
         self._say(what)
 
+    def on_notice(self, line: str) -> None:
+        self._say(line)
+
 
 def measure_signal(
     loaded: LoadedConfig, num_prompts: int, say: Callable[[str], object] = lambda line: None
 ) -> Signal:
     """Generate and score responses to some training prompts with the config's model, engine and
-    reward. `say` gets a line for each part of it."""
+    reward. `say` gets a line for each part of it, and those with which a training
+    run says what it waits for."""
     with tempfile.TemporaryDirectory(prefix="rolepool-signal-") as folder:
         config = loaded.config
         changes = {
@@ -232,7 +236,7 @@ def measure_signal(
         for key, value in changes.items():
             config = config.with_value(key, value)
         run = _Measurement(replace(loaded, config=config), num_prompts)
-        run.observer = _Phases(say)
+        run.observer = _Passing(say)
         run.run()
     assert run.signal is not None
     return run.signal

@@ -5,6 +5,7 @@ Owns that all problems are reported together, also beside problems with keys and
 themselves are in `config`, `placement.checks`, `config.model_files` and `data.files`.
 """
 
+import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -108,7 +109,7 @@ def _gpus_for(config: Config) -> int:
 
 def _capacity(config: Config, plan: Plan, gpus: int) -> Iterator[str]:
     """Whether this machine has what the plan needs. What a running Ray has, only Ray knows."""
-    if config.ray_kwargs.ray_init.address is not None:
+    if config.ray_kwargs.ray_init.address is not None or _is_connected_to_ray():
         return
     if any(slot.node > 0 for slot in plan.slots):
         fix = "start Ray on every node and set ray_kwargs.ray_init.address (docs/multinode.md)"
@@ -118,6 +119,13 @@ def _capacity(config: Config, plan: Plan, gpus: int) -> Iterator[str]:
     if gpus and any(slot.gpu >= gpus for slot in plan.slots):
         there = f"this machine has {gpus} GPU{'s' if gpus > 1 else ''}"
         yield f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {there}; use at most {gpus}"
+
+
+def _is_connected_to_ray() -> bool:
+    """Whether this program has connected to a Ray, which the run will use then. Ray is not imported
+    here, because that is slow."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
 
 
 def _given_reward(config: Config, reward: Reward | None) -> Iterator[str]:

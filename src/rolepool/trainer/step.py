@@ -250,6 +250,34 @@ class RolloutCalls(Protocol):
         """A response to each prompt."""
 
 
+class WeightCalls(Protocol):
+    """How the actor's weights get to the rollout."""
+
+    def send(self, version: int) -> list[CallFuture]:
+        """Queue the transfer of the actor's weights to the rollout. Later responses carry this
+        version."""
+
+    def check(self) -> None:
+        """Wait for the last transfer, and raise an error if the rollout has other weights than
+        those that were sent."""
+
+
+class CheckedRollout:
+    """The rollout. It generates only with weights that were compared with the actor's."""
+
+    def __init__(self, rollout: RolloutCalls, weights: WeightCalls) -> None:
+        self._rollout = rollout
+        self._weights = weights
+
+    def generate_sequences(self, prompts: Batch, purpose: Purpose = "train") -> DataProtoFuture:
+        self._weights.check()
+        return self._rollout.generate_sequences(prompts, purpose=purpose)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a step of the user calls, such as a method of a worker class of its own."""
+        return getattr(self._rollout, name)
+
+
 class RewardCalls(Protocol):
     def compute_scores(self, data: Batch) -> DataProtoFuture:
         """The score of each response."""
@@ -296,15 +324,13 @@ class Roles:
     """The roles of a run. A built-in role that the run does not use is None. Every call returns a
     future."""
 
-    def __init__(
-        self, calls: Mapping[str, Any], sync_weights: Callable[[int], list[CallFuture]]
-    ) -> None:
+    def __init__(self, calls: Mapping[str, Any], weights: WeightCalls) -> None:
         """`calls` has a proxy for each role of the run. Its methods are those of the role's class,
         which mypy cannot see; here they get their types."""
         self.by_name: Mapping[str, Any] = calls
         """All roles of the run by name, also those that were added with `register_role`."""
         self.actor: ActorCalls = calls[Role.Actor]
-        self.rollout: RolloutCalls = calls[Role.Rollout]
+        self.rollout: RolloutCalls = CheckedRollout(calls[Role.Rollout], weights)
         self.reward: RewardCalls = calls[Role.RewardModel]
         self.critic: CriticCalls | None = calls.get(Role.Critic)
         self.ref: ReferenceCalls | None = calls.get(Role.RefPolicy)
@@ -312,6 +338,4 @@ class Roles:
             role: calls[role] for role in trained_roles() if role in calls
         }
         """The roles whose models are saved."""
-        self.sync_weights = sync_weights
-        """Queues the transfer of the actor's weights to the rollout. Later responses carry this
-        version."""
+        self.sync_weights = weights.send

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from rolepool.command_line import EXIT_RAY_DIED, EXIT_USER_ERROR, print_errors
 from rolepool.config.run_keys import TrainerConfig
-from rolepool.metrics.run_folder import last_step
+from rolepool.metrics.run_rows import last_step
 
 ON_PURPOSE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PR_SET_PDEATHSIG = 1

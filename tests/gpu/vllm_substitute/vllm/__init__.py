@@ -51,9 +51,10 @@ class LLM:
         self._requests: list[tuple[str, list[int], Any]] = []
         self._updating = self._is_ready_for_weights = False
 
-    def collective_rpc(self, function: Callable[..., None], args: Sequence[Any]) -> None:
-        """Call a function with the worker, which is this object too."""
-        function(SimpleNamespace(model_runner=self), *args)
+    def collective_rpc(self, function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+        """Call a function with the worker, which is this object too. Returns the results of all
+        workers."""
+        return [function(SimpleNamespace(model_runner=self), *args)]
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         assert "weights" not in self.model_executor.sleeping_tags

@@ -1,0 +1,67 @@
+"""The weights of a model as others need them: by name, each of them whole.
+
+Owns which names a model's weights have, and gathering a sharded model tensor by tensor, so that the
+whole model never has to fit on one device. Does not know who needs the weights, nor how they get
+there.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rolepool.models.ranks import whole
+from rolepool.models.training import DeviceModel
+
+
+class WeightSpec(NamedTuple):
+    """A weight without its numbers."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers by name; tied weights are listed once."""
+    # Reading the state dict also makes FSDP2 reshard parameters that a forward pass gathered.
+    weights: dict[str, Tensor] = model.state_dict()
+    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied = every_name - {name for name, _ in model.named_parameters()}
+    return {name: weight for name, weight in weights.items() if name not in tied}
+
+
+class WeightSource:
+    """The weights of a model as rollouts get them: whole tensors in the dtype that rollouts
+    compute in, under the names of Hugging Face."""
+
+    def __init__(self, placed: DeviceModel, dtype: torch.dtype | None = None) -> None:
+        """`dtype` is that of the rollouts; None leaves weights as they are."""
+        self._placed = placed
+        self._dtype = dtype
+
+    def specs(self) -> list[WeightSpec]:
+        """All weights in their order; tied weights are listed once."""
+        return [
+            WeightSpec(name, tuple(weight.shape), self._dtype_of(weight))
+            for name, weight in weights_of(self._placed.model).items()
+        ]
+
+    @contextmanager
+    def open(self, names: Iterable[str] | None = None) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """Some weights, or all of them, for the time of the block. Each is gathered when it is its
+        turn, so all ranks must read all of them. They may be the model's own tensors."""
+        with self._placed.on_device() as model:
+            wanted = None if names is None else list(names)
+            weights = {} if wanted == [] else weights_of(model)
+            yield ((name, self._gathered(weights[name])) for name in wanted or weights)
+
+    def _gathered(self, weight: Tensor) -> Tensor:
+        return whole(weight).detach().to(self._dtype_of(weight))
+
+    def _dtype_of(self, weight: Tensor) -> torch.dtype:
+        if self._dtype is None or not weight.is_floating_point():
+            return weight.dtype
+        return self._dtype

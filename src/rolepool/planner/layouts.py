@@ -1,0 +1,157 @@
+"""Candidates of the search: groups of roles, the sizes that a pool of them may have, and the plans
+and config keys that make such pools.
+
+Knows what divides and what a plan needs, and nothing about time.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+
+import numpy as np
+
+from rolepool.config import Config
+from rolepool.errors import RolepoolError
+from rolepool.placement import build_plan
+from rolepool.placement.checks import find_problems
+from rolepool.placement.parallel import dims_of
+from rolepool.placement.plan import Plan, ResourcePool, ResourcePoolManager, Slot, place
+from rolepool.placement.roles import Role, needed_roles
+from rolepool.planner.predict import TENSOR_PARALLEL
+
+Group = tuple[Role, ...]
+"""Roles that share a pool."""
+KeyValue = int | str | list[int]
+
+
+def partitions(roles: Sequence[Role]) -> Iterator[tuple[Group, ...]]:
+    """All ways to divide roles into groups."""
+    if not roles:
+        yield ()
+        return
+    first, *others = roles
+    for groups in partitions(others):
+        yield ((first,), *groups)
+        for number, group in enumerate(groups):
+            yield (*groups[:number], (first, *group), *groups[number + 1 :])
+
+
+def allowed_sizes(config: Config, role: Role, inventory: Sequence[int]) -> set[int]:
+    """The numbers of ranks over which a role's batches, mini-batches and groups can be divided."""
+    num_gpus = sum(inventory)
+    num_rows = config.rows_of_step
+    parallel = dims_of(config, role, num_gpus).ranks_per_part
+    most_parts = min(num_gpus // parallel, num_rows)
+
+    problems: dict[int, set[str]] = {}
+    for num_parts in range(1, most_parts + 1):
+        if num_rows % num_parts == 0:
+            size = num_parts * parallel
+            problems[size] = set(find_problems(config, plan_of_group(config, (role,), size)))
+    if not problems:
+        return set()
+    # Problems that all sizes have are about keys that are not about sizes.
+    general = set.intersection(*problems.values())
+    return {size for size in problems if problems[size] <= general}
+
+
+def plan_of_group(config: Config, group: Group, size: int) -> Plan:
+    """A plan with one group of roles. Its pool has no slots, because those of thousands of GPUs
+    would take long."""
+    pools = {}
+    if group:
+        pools["pool"] = ResourcePool((size,), roles=group)
+    return Plan(
+        gpus_per_node=(size,),
+        device=config.trainer.device,
+        pools=pools,
+        roles=dict.fromkeys(group, "pool"),
+    )
+
+
+def layouts(
+    config: Config, groups: Sequence[Group], sizes: Sequence[int], inventory: Sequence[int]
+) -> Iterator[Plan]:
+    """The plans with pools of these sizes: node after node, and the same number on every node, if
+    that is possible."""
+    ways = [_node_after_node(sizes, inventory)]
+    num_nodes = len(inventory)
+    if all(size % num_nodes == 0 for size in sizes):
+        ways.append([[size // num_nodes] * num_nodes for size in sizes])
+
+    names = ["_".join([*group, "pool"]) for group in groups]
+    homes: dict[Role, str] = {}
+    for name, group in zip(names, groups, strict=True):
+        homes.update(dict.fromkeys(group, name))
+    _, unused_roles = needed_roles(config)
+    for counts_of_pools in ways:
+        pools = dict(zip(names, counts_of_pools, strict=True))
+        # The pools may not fit on the nodes in this way.
+        with suppress(RolepoolError):
+            plan = place(ResourcePoolManager(pools, homes), inventory, device=config.trainer.device)
+            yield plan.model_copy(update={"unused_roles": unused_roles})
+
+
+def _node_after_node(sizes: Sequence[int], inventory: Sequence[int]) -> list[list[int]]:
+    """The ranks that each pool has on each node, if pools use up one node after another."""
+    nodes: list[int] = np.repeat(range(len(inventory)), inventory).tolist()
+    free_nodes = iter(nodes)
+    counts: list[list[int]] = []
+    for size in sizes:
+        of_pool = list(islice(free_nodes, size))
+        counts.append(np.bincount(of_pool).tolist())
+    return counts
+
+
+def changes_for(config: Config, plan: Plan, tensor_parallel: int) -> dict[str, KeyValue]:
+    """New values of keys with which a config has this plan: those of a built-in strategy, if one
+    makes the same pools."""
+    counts = [count for count in plan.gpus_per_node if count]
+    if len(plan.pools) == 1 and len(counts) == 1:
+        (pool,) = plan.pools.values()
+        counts = [pool.world_size]
+    sizes: dict[str, KeyValue] = {
+        "trainer.nnodes": len(counts),
+        "trainer.n_gpus_per_node": max(counts),
+        TENSOR_PARALLEL: tensor_parallel,
+    }
+    changes = {key: value for key, value in sizes.items() if config.at(key) != value}
+
+    wanted = places(plan)
+    for strategy in _built_in_strategies(plan):
+        strategy_changes = {**changes, **strategy}
+        with suppress(RolepoolError):
+            if places(build_plan(_with_values(config, strategy_changes))) == wanted:
+                return strategy_changes
+
+    changes["placement.strategy"] = "custom"
+    for name, pool in plan.pools.items():
+        changes[f"placement.pools.{name}"] = list(pool.per_node)
+    for role, name in plan.roles.items():
+        changes[f"placement.roles.{role}"] = name
+    return changes
+
+
+def _built_in_strategies(plan: Plan) -> list[dict[str, KeyValue]]:
+    """The keys of built-in strategies that may make the pools of a plan, the simplest first."""
+    if len(plan.pools) >= 3:
+        return []
+    actor_counts = plan.pool_of(Role.Actor).counts_by_node
+    split: dict[str, KeyValue] = {"placement.strategy": "split"}
+    return [
+        {"placement.strategy": "standard"},
+        split,
+        {**split, "placement.split.actor_gpus_per_node": max(actor_counts.values())},
+        {**split, "placement.split.actor_nodes": len(actor_counts)},
+    ]
+
+
+def _with_values(config: Config, values: Mapping[str, KeyValue]) -> Config:
+    for key, value in values.items():
+        config = config.with_value(key, value)
+    return config
+
+
+def places(plan: Plan) -> dict[Role, tuple[Slot, ...]]:
+    """The slots of each role."""
+    return {role: plan.pool_of(role).slots for role in plan.roles}

@@ -1,0 +1,231 @@
+"""Simulated steps: when each call of the traced step starts and ends under a placement.
+
+A pool runs its calls in the order in which they are made. A call starts after the calls that it
+waits for. Pools that share a GPU, or more processes than CPU cores, slow each other down. Durations
+come from the caller: this module knows neither profiles nor costs.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from rolepool.metrics.spans import DRIVER, RULE_POOL
+from rolepool.placement.plan import Plan, Schedule
+from rolepool.placement.roles import FIRST_OPERATION, Role
+
+NUM_STEPS = 4
+"""Steps that are simulated. Only the last one counts, because the first ones begin with idle
+pools."""
+
+Rate = Callable[[str, Collection[str]], float]
+"""How fast a pool works, at most 1, while these pools work."""
+Times = npt.NDArray[np.float64]
+"""A time under each of many placements."""
+Duration = TypeVar("Duration", float, Times)
+"""The times of one placement are numbers. Those of many placements are arrays."""
+
+
+class Call(NamedTuple, Generic[Duration]):
+    """A call of the simulated steps, and how long it takes alone."""
+
+    operation: str
+    pools: tuple[str, ...]
+    after: tuple[int, ...]
+    """The calls that end before it starts: those that it waits for, and the last one of each of its
+    pools."""
+    seconds: Duration
+    hand_over_s: float
+    """From the end of what it waits for until it starts."""
+
+
+class Simulated(NamedTuple, Generic[Duration]):
+    """Simulated steps, of which the last one counts: it lasts from its generation to the next
+    one."""
+
+    calls: Sequence[Call[Duration]]
+    starts: Mapping[int, Duration]
+    ends: Mapping[int, Duration]
+    """When each call starts and ends, by its position."""
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        """The positions of the generations that begin and end the step."""
+        generations = [
+            position
+            for position, call in enumerate(self.calls)
+            if call.operation == FIRST_OPERATION
+        ]
+        begin, end = generations[-2:]
+        return begin, end
+
+    @property
+    def step_s(self) -> Duration:
+        begin, end = self._bounds
+        return self.starts[end] - self.starts[begin]
+
+    @property
+    def busy(self: "Simulated[float]") -> dict[str, float]:
+        """The share of the step in which each pool works."""
+        begin, end = self._bounds
+        begin_s = self.starts[begin]
+        end_s = self.starts[end]
+        busy: dict[str, float] = defaultdict(float)
+        for position, call in enumerate(self.calls):
+            inside_s = min(self.ends[position], end_s) - max(self.starts[position], begin_s)
+            for pool in call.pools:
+                busy[pool] += max(0.0, inside_s) / self.step_s
+        return dict(busy)
+
+    @property
+    def path(self: "Simulated[float]") -> list[tuple[str, float]]:
+        """What the step waits for, in the order of time: operations and their seconds."""
+        begin, position = self._bounds
+        links: list[tuple[str, float]] = []
+        # Backwards from the end of the step, from each call to the one that it waited for longest.
+        while self.starts[position] > self.starts[begin]:
+            position = max(self.calls[position].after, key=lambda earlier: self.ends[earlier])
+            since_s = max(self.starts[position], self.starts[begin])
+            links.append((self.calls[position].operation, self.ends[position] - since_s))
+        links.reverse()
+        path: list[tuple[str, float]] = []
+        for operation, group in groupby(links, key=lambda link: link[0]):
+            path.append((operation, sum(seconds for _, seconds in group)))
+        return path
+
+
+def simulate(
+    schedule: Schedule,
+    homes: Mapping[Role, str],
+    seconds: Mapping[str, float],
+    hand_over_s: Mapping[str, float],
+    rate: Rate | None = None,
+) -> Simulated[float]:
+    """Simulate steps with these roles in these pools. `seconds` has the time of one call of each
+    operation. If no rate is given, pools do not slow each other down."""
+    calls = _calls_of_steps(schedule, homes, seconds, hand_over_s)
+    if rate is None:
+        return _at_full_speed(calls)
+    return _by_events(calls, rate)
+
+
+def simulate_many(
+    schedule: Schedule,
+    homes: Mapping[Role, str],
+    seconds: Mapping[str, Times],
+    hand_over_s: Mapping[str, float],
+) -> Simulated[Times]:
+    """Simulate many placements with the same roles in each pool at once. Pools do not slow each
+    other down."""
+    return _at_full_speed(_calls_of_steps(schedule, homes, seconds, hand_over_s))
+
+
+def _calls_of_steps(
+    schedule: Schedule,
+    homes: Mapping[Role, str],
+    seconds: Mapping[str, Duration],
+    hand_over_s: Mapping[str, float],
+) -> list[Call[Duration]]:
+    """The calls of the simulated steps, and the generation after them."""
+    num_calls = len(schedule.calls) - 1
+    calls: list[Call[Duration]] = []
+    last_of_pool: dict[str, int] = {}
+    for position in range(num_calls * (NUM_STEPS - 1) + 1):
+        call = schedule.calls[position % num_calls]
+        # The last call of the schedule is the generation of the next step. It says what the first
+        # call of a step waits for in the step before.
+        number = position % num_calls or num_calls
+        first = position - number
+        pools = tuple({homes.get(role, RULE_POOL) for role in call.roles}) or (DRIVER,)
+        after = {first + earlier for earlier in schedule.calls[number].after}
+        after |= {last_of_pool.get(pool, -1) for pool in pools}
+        calls.append(
+            Call(
+                operation=call.operation,
+                pools=pools,
+                # The first step has no step before, so some positions are negative.
+                after=tuple(sorted(earlier for earlier in after if earlier >= 0)),
+                seconds=seconds[call.operation],
+                hand_over_s=hand_over_s.get(call.operation, 0.0),
+            )
+        )
+        last_of_pool.update(dict.fromkeys(pools, position))
+    return calls
+
+
+def _at_full_speed(calls: Sequence[Call[Duration]]) -> Simulated[Duration]:
+    """No call slows another one down."""
+    starts: dict[int, Duration] = {}
+    ends: dict[int, Duration] = {}
+    for position, call in enumerate(calls):
+        # The number fits arrays, too, because numpy compares it with each element.
+        ready_s: Any = 0.0
+        for earlier in call.after:
+            ready_s = np.maximum(ready_s, ends[earlier])
+        starts[position] = ready_s + call.hand_over_s
+        ends[position] = starts[position] + call.seconds
+    return Simulated(calls, starts, ends)
+
+
+def _by_events(calls: Sequence[Call[float]], rate: Rate) -> Simulated[float]:
+    """From each start or end of a call to the next one: until then, all calls that run have the
+    same rates."""
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    left_s = [call.seconds for call in calls]
+    now_s = 0.0
+    while len(ends) < len(calls):
+        for position, call in enumerate(calls):
+            if position not in starts and all(earlier in ends for earlier in call.after):
+                starts[position] = now_s + call.hand_over_s
+
+        running = [
+            position
+            for position, start_s in starts.items()
+            if start_s <= now_s and position not in ends
+        ]
+        active: set[str] = set()
+        for position in running:
+            active.update(calls[position].pools)
+        rates = {
+            position: min(rate(pool, active) for pool in calls[position].pools)
+            for position in running
+        }
+
+        events_s = [start_s - now_s for start_s in starts.values() if start_s > now_s]
+        events_s += [left_s[position] / rates[position] for position in running]
+        passed_s = min(events_s)
+        now_s += passed_s
+        for position in running:
+            left_s[position] -= passed_s * rates[position]
+            # Rounding may leave a little of a call that has ended.
+            if left_s[position] <= 1e-12:
+                ends[position] = now_s
+    return Simulated(calls, starts, ends)
+
+
+def shared_rate(plan: Plan, efficiency: float, pool: str, active: Collection[str]) -> float:
+    """Pools that work on the same GPU divide it. `efficiency` is how much of it they get
+    together."""
+    if pool not in plan.pools:
+        return 1.0
+    slots = set(plan.pools[pool].slots)
+    num_users = 0
+    for other in active:
+        if other in plan.pools and not slots.isdisjoint(plan.pools[other].slots):
+            num_users += 1
+    if num_users <= 1:
+        return 1.0
+    return min(1.0, efficiency / num_users)
+
+
+def core_rate(plan: Plan, num_cores: int, pool: str, active: Collection[str]) -> float:
+    """Processes on the same node divide its CPU cores."""
+    num_active: Counter[int] = Counter()
+    for other in active:
+        if other in plan.pools:
+            num_active.update(slot.node for slot in plan.pools[other].slots)
+    return min(1.0, num_cores / max(num_active.values(), default=1))
