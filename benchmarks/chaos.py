@@ -59,6 +59,7 @@ from rolepool.metrics.spans import RULE_POOL
 from rolepool.trainer.console import Observer
 from rolepool.trainer.loop import Trainer
 from rolepool.trainer.moves import moved
+from rolepool.trainer.recovery import Recovery
 
 BASE_KEYS = """
 data.train_batch_size=16 data.val_max_samples=8 data.max_prompt_length=8 data.max_response_length=4
@@ -235,8 +236,8 @@ class Story(Observer):
         words = self._moves.pop(step, None)
         if words is not None:
             assert self.trainer is not None
-            plan, loaded = moved(self.trainer.config, words)
-            move = self.trainer.move(plan, loaded)
+            plan, loaded = moved(self.trainer.deployment.config, words)
+            move = self.trainer.mover.ask(plan, loaded)
             move.starting.exception()  # waits, so that each run moves after the same step
 
     def first_after(self, time_s: float, words: str) -> float | None:
@@ -284,7 +285,7 @@ def kill_at(victim: str, phase: str, step: int | None = None) -> Iterator[list[f
     faults_s: list[float] = []
     has_struck = False
     is_moving = False
-    submit, add_role, change_over = RoleProxy._submit, WorkerGroup.add_role, Trainer._change_over
+    submit, add_role, change_over = RoleProxy._submit, WorkerGroup.add_role, Recovery.move
     seen: dict[str, int] = {}
 
     def strike(groups: Any) -> None:
@@ -325,34 +326,34 @@ def kill_at(victim: str, phase: str, step: int | None = None) -> Iterator[list[f
             strike(group._all_groups)
         return made
 
-    def change_over_and_kill(trainer: Trainer, *args: Any) -> None:
+    def change_over_and_kill(recovery: Recovery, *args: Any) -> None:
         nonlocal is_moving
         is_moving = True
-        change_over(trainer, *args)
+        change_over(recovery, *args)
 
     RoleProxy._submit, WorkerGroup.add_role = submit_and_kill, add_role_and_kill  # type: ignore[method-assign]
-    Trainer._change_over = change_over_and_kill  # type: ignore[method-assign]
+    Recovery.move = change_over_and_kill  # type: ignore[method-assign]
     try:
         yield faults_s
     finally:
         RoleProxy._submit, WorkerGroup.add_role = submit, add_role  # type: ignore[method-assign]
-        Trainer._change_over = change_over  # type: ignore[method-assign]
+        Recovery.move = change_over  # type: ignore[method-assign]
 
 
 @contextmanager
 def noting_recoveries(story: Story) -> Iterator[None]:
     """Note when the driver begins to replace processes, which is when it knows of a death."""
-    recover = Trainer._recover
+    recover = Recovery.recover
 
-    def note_and_recover(trainer: Trainer, error: Any) -> int:
+    def note_and_recover(recovery: Recovery, *args: Any) -> int:
         story.recoveries_s.append(time.monotonic())
-        return recover(trainer, error)
+        return recover(recovery, *args)
 
-    Trainer._recover = note_and_recover  # type: ignore[method-assign]
+    Recovery.recover = note_and_recover  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Trainer._recover = recover  # type: ignore[method-assign]
+        Recovery.recover = recover  # type: ignore[method-assign]
 
 
 def run(

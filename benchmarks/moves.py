@@ -44,7 +44,8 @@ from rolepool.data.demo import make_demo
 from rolepool.report.run import read_run
 from rolepool.trainer.console import Observer
 from rolepool.trainer.loop import Trainer
-from rolepool.trainer.moves import Move, moved
+from rolepool.trainer.mover import Move
+from rolepool.trainer.moves import moved
 
 KEYS = f"""
 data.train_batch_size=64 data.max_prompt_length=8 data.max_response_length=4 data.val_files=null
@@ -95,14 +96,14 @@ class Mover(Observer):
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
         assert self.trainer is not None
-        if self._move is not None and self._move.plan is self.trainer.plan:
+        if self._move is not None and self._move.plan is self.trainer.deployment.plan:
             self._move, self._due = None, step + self._every
         if self._move is None and step >= self._due:
             if not self._moves:
                 self.trainer.num_steps = min(self.trainer.num_steps, step + 1)
                 return
-            plan, loaded = moved(self.trainer.config, self._moves.pop(0).split())
-            self._move = self.trainer.move(plan, loaded)
+            plan, loaded = moved(self.trainer.deployment.config, self._moves.pop(0).split())
+            self._move = self.trainer.mover.ask(plan, loaded)
             if self._waits:
                 wait([self._move.starting])
 

@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rolepool.config import load_config
 from rolepool.protocol.columns import TOKENS, pad_ragged, rows_of_responses
 from rolepool.trainer.loop import Trainer
+from rolepool.trainer.pipeline import RunningStep
 
 SUMS = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1&size=120&seed=1"
 MOMENT_SHARE = 0.1
@@ -52,10 +53,10 @@ class OneStep(Trainer):
 
     kept: Any = None
 
-    def _begin_step(self, number: int) -> None:
-        super()._begin_step(number)
-        assert self._unfinished is not None
-        self.kept = self._unfinished.calls
+    def begin_step(self, number: int) -> RunningStep:
+        step = super().begin_step(number)
+        self.kept = step.calls
+        return step
 
 
 def train(options: argparse.Namespace, folder: Path) -> OneStep:
@@ -234,7 +235,7 @@ def main() -> int:
     old_log_probs = pad_ragged(
         step.calls["old_log_prob"][0].get(keys=["old_log_probs"]).batch["old_log_probs"]
     )
-    temperature = trainer.config.actor_rollout_ref.rollout.temperature
+    temperature = trainer.parts.config.actor_rollout_ref.rollout.temperature
 
     scores = step.estimated.scored.batch["scores"]
     batch = Batch(prompts, responses, advantages_of(scores, options.samples), temperature)

@@ -28,9 +28,9 @@ from rolepool.config import load_config
 from rolepool.data.demo import make_demo
 from rolepool.protocol.futures import CallFuture
 from rolepool.report.run import read_run
-from rolepool.trainer.checkpoint import Snapshots
 from rolepool.trainer.console import Observer
 from rolepool.trainer.loop import Trainer
+from rolepool.trainer.snapshots import Snapshots
 
 ROOT = Path(__file__).parent.parent
 NUM_WARM_STEPS = 4
@@ -116,7 +116,7 @@ def main() -> None:
                 trainer.observer = meter = Meter(options.steps)
                 with meter.watch():
                     trainer.run()
-                rows = read_run(trainer.folder.path).metrics
+                rows = read_run(trainer.parts.folder.path).metrics
                 taken = [
                     row["timing_s/step"] for step, row in rows.items() if step > NUM_WARM_STEPS
                 ]

@@ -51,7 +51,7 @@ class Soak(Observer):
         assert self.trainer is not None
         if "timing_s/step" not in metrics:
             return
-        groups = self.trainer.cluster.groups
+        groups = self.trainer.deployment.cluster.groups
         if step in self._kills:
             self._kills.remove(step)
             pool = self._draw.choice(sorted(groups))
@@ -64,7 +64,7 @@ class Soak(Observer):
     def _sample(self, step: int) -> None:
         assert self.trainer is not None
         used = {"driver": psutil.Process().memory_info().rss}
-        for name, group in self.trainer.cluster.groups.items():
+        for name, group in self.trainer.deployment.cluster.groups.items():
             for process in group.processes:
                 used[name] = max(used.get(name, 0), psutil.Process(process.pid).memory_info().rss)
         for process in psutil.Process().children(recursive=True):

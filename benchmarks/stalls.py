@@ -97,7 +97,7 @@ def run(
 
     def stop() -> None:
         pool, rank = victim
-        os.kill(trainer.watchdog.groups[pool].processes[rank].pid, signal.SIGSTOP)
+        os.kill(trainer.deployment.cluster.groups[pool].processes[rank].pid, signal.SIGSTOP)
 
     trainer.observer = fault = Fault(stop if code is None else fault_file.touch)
     try:

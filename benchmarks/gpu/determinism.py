@@ -114,12 +114,14 @@ class Side:
         trainer = Trainer(loaded)
         config = loaded.config
         self.cluster = Cluster(
-            trainer.plan, run_seed=config.trainer.seed, deterministic=config.trainer.deterministic
+            trainer.parts.plan,
+            run_seed=config.trainer.seed,
+            deterministic=config.trainer.deterministic,
         )
         self.roles = build_roles(self.cluster, config, num_steps=100)
         for call in self.roles.sync_weights(0):
             call.get()
-        prompts = RepeatedPrompts(trainer.loader, config.actor_rollout_ref.rollout.n)
+        prompts = RepeatedPrompts(trainer.parts.loader, config.actor_rollout_ref.rollout.n)
         self.prompts = prompts.next_batch()
         self.rollouts: DataProto = self.roles.rollout.generate_sequences(self.prompts).get()
         old = self.roles.actor.compute_log_prob(self.rollouts).get()
@@ -202,7 +204,7 @@ class Hashes(Observer):
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
         if step == self._trainer.num_steps and not self.state:
-            for name, role in self._trainer.roles.trained.items():
+            for name, role in self._trainer.deployment.roles.trained.items():
                 proxy: Any = role
                 self.state[name] = proxy.hash_state().get()
 

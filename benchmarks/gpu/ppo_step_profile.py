@@ -27,7 +27,6 @@ from rolepool.command_line import load_words
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, step_bounds
 from rolepool.report.run import read_run
 from rolepool.trainer.loop import Observer, Trainer
-from rolepool.trainer.step import Roles
 
 CLEAN_STEPS = (3, 4)
 """Warm, and before the first profile."""
@@ -64,9 +63,10 @@ class ProfiledTrainer(Trainer):
 
     workers: list[Any]
 
-    def _train(self, roles: Roles) -> None:
-        self.workers = [process.actor for process in roles.actor.group.processes]
-        super()._train(roles)
+    def train(self) -> None:
+        group = self.deployment.roles.actor.group
+        self.workers = [process.actor for process in group.processes]
+        super().train()
 
 
 class Switch(Observer):
@@ -85,10 +85,10 @@ class Switch(Observer):
         if step == GPU_STEP - 2:
             self.queue(start_profiler, ["CUDA"] if self.on_gpu else ["CPU"])
         elif step == ALL_STEP - 2:
-            self.queue(stop_profiler, str(trace_of(self.trainer.folder.path, GPU_STEP)))
+            self.queue(stop_profiler, str(trace_of(self.trainer.parts.folder.path, GPU_STEP)))
             self.queue(start_profiler, ["CPU", "CUDA"] if self.on_gpu else ["CPU"])
         elif step == ALL_STEP:
-            self.queue(stop_profiler, str(trace_of(self.trainer.folder.path, ALL_STEP)))
+            self.queue(stop_profiler, str(trace_of(self.trainer.parts.folder.path, ALL_STEP)))
         elif step == LAST_STEP:
             ray.wait(self.queued, num_returns=len(self.queued), timeout=TRACE_TIMEOUT_S)
 
@@ -301,7 +301,7 @@ def main() -> None:
     on_gpu = loaded.config.trainer.device != "cpu"
     trainer = ProfiledTrainer(loaded)
     trainer.observer = Switch(trainer, on_gpu)
-    folder = trainer.folder.path
+    folder = trainer.parts.folder.path
     try:
         trainer.run()
     finally:  # a process that the second profile ended leaves the first

@@ -20,10 +20,12 @@ import ray
 import torch
 
 from commands import load_benchmark
-from rolepool.config import load_config
+from rolepool.cluster import Cluster
+from rolepool.config import Config, load_config
 from rolepool.data.demo import Demo
 from rolepool.protocol import DataProto, DataProtoFuture
 from rolepool.trainer.loop import Trainer
+from rolepool.trainer.step import Roles
 
 POLL_S = 0.1
 GPUS_TIMEOUT_S = 60.0
@@ -91,15 +93,15 @@ class WatchedTrainer(Trainer):
 
     watched: WatchedRollout
 
-    def _build_roles(self) -> None:
-        super()._build_roles()
-        self.watched.rollout = self.roles.rollout
-        self.roles.rollout = self.watched  # type: ignore[assignment]
+    def build_roles(self, cluster: Cluster, config: Config, reads_weights: bool) -> Roles:
+        roles = super().build_roles(cluster, config, reads_weights)
+        self.watched.rollout = roles.rollout
+        roles.rollout = self.watched  # type: ignore[assignment]
+        return roles
 
-    def _end_step(self, number: int) -> None:
-        super()._end_step(number)
-        if number == self.num_steps:
-            self.watched.write_all()
+    def train(self) -> None:
+        super().train()
+        self.watched.write_all()
 
 
 def keys_of(training: dict[str, Any], folder: Path, order: dict[str, Any]) -> list[str]:

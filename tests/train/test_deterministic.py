@@ -50,7 +50,7 @@ class Inspector(Observer):
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
         assert self.trainer is not None
-        groups = self.trainer.cluster.groups
+        groups = self.trainer.deployment.cluster.groups
         for group in groups.values():
             self.roles.update(group.roles)
             for process in group.processes:

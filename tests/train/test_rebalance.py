@@ -15,7 +15,7 @@ from train_helpers import rows_of, small_keys
 from rolepool.config import load_config
 from rolepool.data.demo import Demo
 from rolepool.planner import search as searching
-from rolepool.trainer import moves
+from rolepool.trainer import rebalancer
 from rolepool.trainer.console import Observer
 from rolepool.trainer.loop import Trainer
 
@@ -39,9 +39,9 @@ class Notices(Observer):
         self.lines.append(line)
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
-        if (search := self._trainer.rebalancer._search) is not None:
+        if (search := self._trainer.mover.rebalancer._search) is not None:
             wait([search])
-        if (move := self._trainer._move) is not None:
+        if (move := self._trainer.mover._move) is not None:
             wait([move.starting])
 
 
@@ -62,13 +62,14 @@ def split_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
     def faster(*args: Any) -> list[Any]:
         found = [one for one in real(*args) if len(one.plan.pools) == 2]
         return [
-            moves.replace(one, step_s=one.step_s / 1000, low_s=one.low_s / 1000) for one in found
+            rebalancer.replace(one, step_s=one.step_s / 1000, low_s=one.low_s / 1000)
+            for one in found
         ]
 
     real = searching.search
     monkeypatch.setattr(searching, "score_of", score)
-    monkeypatch.setattr(moves, "search", faster)
-    monkeypatch.setattr(moves, "FIRST_MOVE_S", 0.0)
+    monkeypatch.setattr(rebalancer, "search", faster)
+    monkeypatch.setattr(rebalancer, "FIRST_MOVE_S", 0.0)
 
 
 def calibrate_and_move(demo: Demo, folder: Path) -> None:
@@ -80,7 +81,7 @@ def calibrate_and_move(demo: Demo, folder: Path) -> None:
     )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (move,) = [row["move"] for row in rows if "move" in row]
-    assert move["after_step"] >= moves.NUM_CALIBRATION_STEPS
+    assert move["after_step"] >= rebalancer.NUM_CALIBRATION_STEPS
     assert "global_pool [2] -> " in move["what"]
 
 
@@ -112,7 +113,7 @@ def test_a_run_with_a_profile_starts_in_the_placement_that_is_chosen_from_it(
 ) -> None:
     run(demo, tmp_path / "first", "placement.strategy=standard")
     keys = small_keys(demo, tmp_path / "second", *KEYS, "placement.strategy=auto")
-    loaded, notices = moves.resolve(load_config([], keys))
+    loaded, notices = rebalancer.resolve(load_config([], keys))
     assert loaded.config.placement.strategy == "split"
     (notice,) = notices
     assert "chose placement.strategy=split" in notice

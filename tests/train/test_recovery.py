@@ -105,21 +105,21 @@ def test_snapshots_that_have_no_room_or_are_removed_come_back_and_then_a_process
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    take, num_takes = Snapshots.take, count()
+    save, num_saves = Snapshots.save, count()
     pattern = f"rolepool-{os.getpid()}-*"
 
-    def take_in_trouble(snapshots: Snapshots, *args: Any, **more: Any) -> None:
-        number = next(num_takes)
+    def save_in_trouble(snapshots: Snapshots, *args: Any, **more: Any) -> None:
+        number = next(num_saves)
         needed = snapshots._needed
         if number in (0, 1):
             snapshots._needed = 2**60
         if number == 3:
             for folder in Path("/dev/shm").glob(pattern):
                 shutil.rmtree(folder)
-        take(snapshots, *args, **more)
+        save(snapshots, *args, **more)
         snapshots._needed = needed
 
-    monkeypatch.setattr(Snapshots, "take", take_in_trouble)
+    monkeypatch.setattr(Snapshots, "save", save_in_trouble)
     with chaos.kill_at("critic", "update", 4) as killed_s:
         outcome = chaos.run(tmp_path / "run", [*keys, "trainer.save_freq=-1"])
     assert killed_s, "the victim was not killed"

@@ -123,7 +123,7 @@ def course(
     trainer.run()
     steps = [Scored(texts_of(batch, tokenizer), scores) for batch, scores in WATCHED]
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Course(dict(trainer.plan.roles), steps, metrics)
+    return Course(dict(trainer.parts.plan.roles), steps, metrics)
 
 
 def test_the_recipe_puts_critic_and_reward_model_on_the_second_pool(course: Course) -> None:

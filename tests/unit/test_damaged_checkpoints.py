@@ -51,7 +51,7 @@ def run(saved: Path, tmp_path: Path) -> Path:
 def found(run: Path, *words: str) -> Path | None:
     config = load_config([], [f"trainer.default_local_dir={run}", *words]).config
     checkpoint = Checkpoints(config, RunFolder(run), ["actor"]).find()
-    return None if checkpoint is None else checkpoint[0]
+    return None if checkpoint is None else checkpoint.path
 
 
 def without_hashes(checkpoint: Path) -> None:

@@ -212,3 +212,39 @@ def test_train_says_so_in_one_line(rolepool: Callable[..., Outcome], language_mo
     assert outcome.err.startswith(
         f"error: {nowhere}: there is no such folder; the folders in / are "
     )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("load", [load_policy, load_critic])
+def test_a_model_without_weights_becomes_the_same_model_when_a_state_is_loaded(
+    language_model: Path, load: Callable[..., nn.Module], packed: bool
+) -> None:
+    """What a state does not have must not depend on whether weights were read."""
+    keys = [
+        f"{section}.path={language_model}"
+        for section in ("actor_rollout_ref.model", "critic.model")
+    ]
+    config = load_config([], keys).config
+    whole = load(config, torch.float32, packed=packed)
+    empty = load(config, torch.float32, packed=packed, reads_weights=False)
+    assert type(empty) is type(whole)
+    assert empty.training == whole.training
+    saved = dict(empty.state_dict())
+    for name, buffer in whole.named_buffers():
+        if name not in saved:
+            assert torch.equal(buffer, empty.get_buffer(name))
+    empty.load_state_dict(whole.state_dict())
+    for name, weight in whole.named_parameters():
+        assert torch.equal(weight, empty.get_parameter(name))
+        assert weight.requires_grad == empty.get_parameter(name).requires_grad
+
+
+def test_no_weight_is_read_if_a_state_will_be_loaded(model: Path) -> None:
+    """A damaged number would be an error."""
+    tensors = load_file(model / WEIGHTS)
+    next(iter(tensors.values())).fill_(float("nan"))
+    save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
+    config = load_config([], [f"actor_rollout_ref.model.path={model}"]).config
+    with pytest.raises(ConfigError, match="not finite"):
+        load_policy(config, torch.float32, packed=False)
+    load_policy(config, torch.float32, packed=False, reads_weights=False)

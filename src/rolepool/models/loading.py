@@ -1,8 +1,8 @@
 """Models from Hugging Face folders: a policy, a critic, a reward model.
 
 Owns which class a role's model has, and that every weight comes from the model's files, except a
-critic's new head. A model is named by a section of the config, such as `critic.model`. Code from
-its folder runs only if the user allows it.
+critic's new head, or from a saved state that is loaded afterwards. A model is named by a section of
+the config, such as `critic.model`. Code from its folder runs only if the user allows it.
 """
 
 from contextlib import ExitStack
@@ -14,6 +14,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.utils import logging as transformers_logging
 
@@ -71,11 +72,18 @@ def _is_trusted(config: Config, section: str) -> bool:
     ).trust_remote_code
 
 
-def load_policy(config: Config, dtype: torch.dtype, *, packed: bool) -> nn.Module:
-    """A causal language model that also has `token_scores`. Its batches are packed or padded."""
-    model: Any = _load(
-        config, "actor_rollout_ref.model", transformers.AutoModelForCausalLM, dtype, packed
-    )
+def load_policy(
+    config: Config, dtype: torch.dtype, *, packed: bool, reads_weights: bool = True
+) -> nn.Module:
+    """A causal language model that also has `token_scores`. Its batches are packed or padded. With
+    `reads_weights=False`, its weights are undefined until a saved state is loaded."""
+    section = "actor_rollout_ref.model"
+    auto = transformers.AutoModelForCausalLM
+    model: Any
+    if reads_weights:
+        model = _load(config, section, auto, dtype, packed)
+    else:
+        model = _without_weights(config, section, auto, dtype, packed)
     head = model.get_output_embeddings()
     is_plain = isinstance(head, nn.Linear) and head.bias is None
     is_plain = is_plain and all(
@@ -84,11 +92,14 @@ def load_policy(config: Config, dtype: torch.dtype, *, packed: bool) -> nn.Modul
     return add_token_scores(model, has_plain_head=is_plain)
 
 
-def load_critic(config: Config, dtype: torch.dtype, *, packed: bool) -> nn.Module:
+def load_critic(
+    config: Config, dtype: torch.dtype, *, packed: bool, reads_weights: bool = True
+) -> nn.Module:
     """The trunk of a language model and a head with one value per token, random if the folder has
-    none."""
+    none. With `reads_weights=False`, its weights are undefined until a saved state is loaded."""
+    load = _load if reads_weights else _without_weights
     auto = transformers.AutoModelForTokenClassification
-    return _load(config, "critic.model", auto, dtype, packed, num_labels=1, classifier_dropout=0.0)
+    return load(config, "critic.model", auto, dtype, packed, num_labels=1, classifier_dropout=0.0)
 
 
 def load_reward_model(config: Config, section: str, dtype: torch.dtype) -> nn.Module:
@@ -140,11 +151,35 @@ def _load(
         raise ConfigError(
             f"{where}: {what}; copy the model again, or give one from before its training diverged"
         )
-    # With dropout, old and new log-probs of the same weights would differ.
+    _remove_dropout(model)
+    return model
+
+
+def _without_weights(
+    config: Config, section: str, auto: Any, dtype: torch.dtype, packed: bool, **entries: Any
+) -> nn.Module:
+    """The same model, but no weight is read or drawn. Buffers that are not saved have their
+    values."""
+    model_config, path = read_model_config(config, section, **entries), config.at(section).path
+    has_new_head = auto is transformers.AutoModelForTokenClassification
+    model_class = _token_classifier(model_config) if has_new_head else auto
+    # A class of `transformers.Auto...` chooses the class of the model, which has a private method.
+    make = getattr(model_class, "from_config", None) or model_class._from_config
+    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": PACKED if packed else None}
+    if make.__name__ == "from_config":
+        settings["trust_remote_code"] = _is_trusted(config, section)
+    with explained(f"{section}.path={path}: cannot be loaded", FIX, *UNREADABLE), no_init_weights():
+        model: nn.Module = make(model_config, **settings)
+    model.eval()  # as `from_pretrained` does
+    _remove_dropout(model)
+    return model
+
+
+def _remove_dropout(model: nn.Module) -> None:
+    """With dropout, old and new log-probs of the same weights would differ."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return model
 
 
 def _token_classifier(config: transformers.PretrainedConfig) -> Any:

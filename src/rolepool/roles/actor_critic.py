@@ -47,7 +47,9 @@ class Actor(TrainedRole):
     def __init__(self, config: Config, setup: ActorSetup) -> None:
         super().__init__(config, setup)
         self.policy_loss = setup.policy_loss
-        model = load_policy(config, setup.dtype, packed=self.packed)
+        model = load_policy(
+            config, setup.dtype, packed=self.packed, reads_weights=setup.reads_weights
+        )
         self.train(model, max(0, setup.num_training_steps - config.trainer.critic_warmup))
         if self.keys.loss_scale_factor is not None:
             self.loss_scale_factor = self.keys.loss_scale_factor
@@ -180,7 +182,10 @@ class Critic(TrainedRole):
 
     def __init__(self, config: Config, setup: TrainingSetup) -> None:
         super().__init__(config, setup)
-        self.train(load_critic(config, setup.dtype, packed=self.packed), setup.num_training_steps)
+        model = load_critic(
+            config, setup.dtype, packed=self.packed, reads_weights=setup.reads_weights
+        )
+        self.train(model, setup.num_training_steps)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
     def compute_values(self, data: DataProto) -> DataProto:

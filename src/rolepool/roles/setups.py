@@ -31,6 +31,7 @@ class RunSetup:
     pad_token_id: int
     policy_loss: PolicyLoss
     reward: RewardFunction | None
+    reads_weights: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,9 @@ class TrainingSetup(Setup):
     """What a role is told whose model is trained."""
 
     num_training_steps: int = 0
+    reads_weights: bool = True
+    """Whether the role reads its weights from the files of the model. If not, a saved state is
+    loaded before its first call."""
 
     @classmethod
     def of(cls, run: RunSetup) -> TrainingSetup:
@@ -58,6 +62,7 @@ class TrainingSetup(Setup):
             dtype=run.dtype,
             micro_batches=run.micro_batches,
             num_training_steps=run.num_training_steps,
+            reads_weights=run.reads_weights,
         )
 
 
@@ -71,6 +76,7 @@ class ActorSetup(TrainingSetup):
             dtype=run.dtype,
             micro_batches=run.micro_batches,
             num_training_steps=run.num_training_steps,
+            reads_weights=run.reads_weights,
             policy_loss=run.policy_loss,
         )
 

@@ -61,10 +61,13 @@ def build_roles(
     reward: Reward | None = None,
     num_helpers: int = 1,
     tell: Callable[[str], None] = lambda line: None,
+    *,
+    reads_weights: bool = True,
 ) -> Roles:
     """Build every role that its pool does not have yet, all pools at the same time, and wait until
     they are ready. A rule reward gets this number of helper processes. `tell` gets lines about what
-    the build waits for.
+    the build waits for. With `reads_weights=False`, the weights of trained roles are undefined
+    until a saved state is loaded into them.
 
     Raises ConfigError if a node does not have a model folder, because its processes would look for
     it on the hub.
@@ -91,6 +94,7 @@ def build_roles(
         pad_token_id=tokenizer.pad_token_id,
         policy_loss=policy_loss,
         reward=reward,
+        reads_weights=reads_weights,
     )
     proxies: dict[Role, RoleProxy] = {}
     for role in _build_order(config):

@@ -1,11 +1,12 @@
-"""Checkpoints of a run: saving, finding the one to resume from, and exporting one as a Hugging Face
-folder.
+"""Checkpoints: the store of states on disk. Saving, finding the one to resume from, and exporting one
+as a Hugging Face folder.
 
 Owns `trainer.json`, and which checkpoints are kept. `models.checkpoint` owns the folder of each
 model.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -18,12 +19,26 @@ from rolepool.errors import ConfigError, explained
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.models import checkpoint as model_files
 from rolepool.placement.roles import ROLE_SPECS, Role, trained_roles
+from rolepool.protocol import CallFuture
 from rolepool.reading import read_small
 from rolepool.trainer.state import TrainState
 from rolepool.trainer.step import Roles, TrainedCalls
+from rolepool.trainer.stores import Groups
 
-Source = Path | Mapping[str, Path]
-"""The folder of a checkpoint, or the folders of a snapshot on each node, by node id."""
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint, and the state of the run when it was saved."""
+
+    state: TrainState
+    path: Path
+    has_models: bool = True
+
+    def load(self, name: str, role: TrainedCalls) -> list[CallFuture]:
+        folder = self.path.absolute() / name
+        fix = "copy the checkpoint there, or to a folder that all nodes share"
+        role.group.check_exists(f"trainer.resume_from_path={self.path}", folder, fix)
+        return [role.load_checkpoint([str(folder)] * role.group.world_size)]
 
 
 class Checkpoints:
@@ -33,15 +48,21 @@ class Checkpoints:
         """`roles` are the roles of the run. Those that are trained are saved."""
         self._config, self._keys, self._folder = config, config.trainer, folder
         self._parts = [role for role in trained_roles() if role in roles]
+        self.saved_step = 0
+        """The last step that this run has saved."""
+
+    @property
+    def are_saved(self) -> bool:
+        """Whether the run saves any checkpoints."""
+        return self._keys.save_freq != -1
 
     @property
     def newest_in_words(self) -> str:
         newest = model_files.newest_checkpoint(self._folder.path)
         return "there is no checkpoint" if newest is None else f"the last checkpoint is {newest}"
 
-    def find(self) -> tuple[Path, TrainState] | None:
-        """The checkpoint to resume from, and the state of the run when it was saved; None starts a
-        new run."""
+    def find(self) -> SavedCheckpoint | None:
+        """The checkpoint to resume from; None starts a new run."""
         if self._keys.resume_mode == "disable":
             return None
         is_auto = self._keys.resume_mode == "auto"
@@ -63,70 +84,58 @@ class Checkpoints:
             raise ConfigError(f"{where} has no {missing}; {fix}")
         if not is_auto:
             _check(path)
-        return path, _position(path)
+        return SavedCheckpoint(_read_state(path), path)
 
-    def newest(self) -> tuple[Path, TrainState] | None:
-        """The newest checkpoint of the run folder, and the state of the run when it was saved."""
+    def newest(self, groups: Groups, at_most: int) -> SavedCheckpoint | None:
+        """The newest checkpoint of the run folder."""
         path = model_files.newest_checkpoint(self._folder.path, self._parts)
-        return None if path is None else (path, _position(path))
+        if path is None:
+            return None
+        saved = SavedCheckpoint(_read_state(path), path)
+        return saved if saved.state.step <= at_most else None
 
-    def check_folder_is_shared(self, roles: Roles) -> None:
+    def check_folder_is_shared(self, groups: Groups) -> None:
         """Raise ConfigError if a rank that saves checkpoints cannot access the run folder."""
         setting = f"trainer.default_local_dir={self._keys.default_local_dir}"
         fix = "name a folder that all nodes share, or set trainer.save_freq=-1"
-        for role in roles.trained.values():
-            role.group.check_exists(setting, self._folder.lock_file.absolute(), fix)
+        for group in groups.values():
+            group.check_exists(setting, self._folder.lock_file.absolute(), fix)
 
-    def save(self, roles: Roles, position: TrainState) -> None:
+    def save(self, roles: Roles, state: TrainState) -> None:
         """Write a checkpoint atomically, then remove the checkpoints that are no longer kept."""
-        final = model_files.checkpoint_folder(self._folder.path.absolute(), position.step)
+        final = model_files.checkpoint_folder(self._folder.path.absolute(), state.step)
         temporary = model_files.temporary_folder(final)
-        for call in [
-            role.save_checkpoint(str(temporary / name)) for name, role in roles.trained.items()
-        ]:
+        calls = []
+        for name, role in roles.trained.items():
+            calls.append(role.save_checkpoint(str(temporary / name)))
+        for call in calls:
             call.get()
-        state = temporary / "trainer.json"
-        state.write_text(position.model_dump_json(indent=2), encoding="utf-8")
-        model_files.write_hashes(state, [state])
+        state_file = temporary / "trainer.json"
+        state_file.write_text(state.model_dump_json(indent=2), encoding="utf-8")
+        model_files.write_hashes(state_file, [state_file])
         model_files.publish(temporary, final)
-        for role in self._parts:
-            key = ROLE_SPECS[role].checkpoints_to_keep
+        self.saved_step = state.step
+        for part in self._parts:
+            key = ROLE_SPECS[part].checkpoints_to_keep
             if key is not None and (keep := self._config.at(key)) is not None:
-                model_files.remove_old(self._folder.path, role, keep)
-
-    def load(self, trained: Mapping[str, TrainedCalls], folder: Source) -> None:
-        """Load a checkpoint or a snapshot into these roles."""
-        loads = []
-        for name, role in trained.items():
-            if isinstance(folder, Path):
-                fix = "copy the checkpoint there, or to a folder that all nodes share"
-                role.group.check_exists(
-                    f"trainer.resume_from_path={folder}", folder.absolute() / name, fix
-                )
-            nodes = [process.node_id for process in role.group.processes]
-            by_node = (
-                dict.fromkeys(nodes, folder.absolute()) if isinstance(folder, Path) else folder
-            )
-            loads.append(role.load_checkpoint([str(by_node[node] / name) for node in nodes]))
-        for call in loads:
-            call.get()
+                model_files.remove_old(self._folder.path, part, keep)
 
 
 def _check(folder: Path) -> None:
     """Raise ConfigError if the checkpoint is damaged. Reads all of it."""
-    _position(folder)
+    _read_state(folder)
     model_files.check_hashes(folder)
 
 
-def _position(folder: Path) -> TrainState:
+def _read_state(folder: Path) -> TrainState:
     """The state of the run in a checkpoint."""
     file, fix = folder / "trainer.json", "resume from another checkpoint"
     with explained(f"{file}: not a trainer state", fix, ValueError):
-        position = TrainState.model_validate_json(read_small(file))
+        state = TrainState.model_validate_json(read_small(file))
     match = model_files.STEP_FOLDER.fullmatch(folder.name)
-    if match is not None and int(match[1]) != position.step:
-        raise ConfigError(f"{file}: step={position.step} is not the step of its folder; {fix}")
-    return position
+    if match is not None and int(match[1]) != state.step:
+        raise ConfigError(f"{file}: step={state.step} is not the step of its folder; {fix}")
+    return state
 
 
 def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") -> Path:

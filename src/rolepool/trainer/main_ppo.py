@@ -82,7 +82,7 @@ def start(
 
     from rolepool.config.sources import DEMO_FOLDER, trains_demo
     from rolepool.trainer.console import TrainingConsole
-    from rolepool.trainer.moves import resolve
+    from rolepool.trainer.rebalancer import resolve
     from rolepool.trainer.start_checks import check_start
 
     problems, notices = list[str](), list[str]()
@@ -113,8 +113,10 @@ def start(
             trainer.run()
         except RayDiedError as error:
             fix = "the same command continues the run in a new Ray"
-            raise RayDiedError(f"{error}; {trainer.checkpoints.newest_in_words}; {fix}") from None
-    console.print_summary(trainer.folder.path)
+            raise RayDiedError(
+                f"{error}; {trainer.parts.checkpoints.newest_in_words}; {fix}"
+            ) from None
+    console.print_summary(trainer.parts.folder.path)
 
 
 def main(

@@ -14,10 +14,12 @@ from rolepool.config import Config
 from rolepool.config.functions import ADV_ESTIMATORS, Needs, import_object
 from rolepool.config.schema import all_keys
 from rolepool.placement.plan import NEXT_STEP, Schedule, ScheduledCall
-from rolepool.placement.roles import FIRST_OPERATION, Role, needed_roles
+from rolepool.placement.roles import Role, needed_roles
 from rolepool.trainer.pipeline import Pipeline
 from rolepool.trainer.step import Roles, Step, in_one_function, ppo_step, remax_step
 
+UNNAMED = "adv"
+"""The operation of calls that the step does not name: what the driver does."""
 MAX_EPOCHS = 3
 """The largest number of epochs in a schedule. Further epochs make the graph larger, but add no
 overlap."""
@@ -44,25 +46,28 @@ def schedule_of(config: Config) -> Schedule:
     recorder: Any = notes  # in place of the estimator
     pipeline = Pipeline(step_of(config), recorder, _PaperPrompts())
     number = config.trainer.critic_warmup + 1
-    calls = _make_step(pipeline, config, roles, number)
+    names = _make_step(pipeline, config, roles, number)
     num_calls = len(notes.made)
-    names: dict[int, str] = {}
-    for operation, batches in calls.items():
-        for batch in batches:
-            names.update(dict.fromkeys(batch.calls, operation))
     # The next step is made, too, because its first call ends this one.
-    _make_step(pipeline, config, roles, number + 1)
-    names[num_calls] = f"{NEXT_STEP}{FIRST_OPERATION}"
+    names_of_next = _make_step(pipeline, config, roles, number + 1)
+    names[num_calls] = f"{NEXT_STEP}{names_of_next.get(num_calls, UNNAMED)}"
     scheduled = []
     for position, call in enumerate(notes.made[: num_calls + 1]):
-        scheduled.append(ScheduledCall(names.get(position, "adv"), *call))
+        scheduled.append(ScheduledCall(names.get(position, UNNAMED), *call))
     return Schedule(tuple(scheduled))
 
 
-def _make_step(pipeline: Pipeline, config: Config, roles: Roles, number: int) -> Mapping[str, Any]:
-    """Make both phases of a step. Returns what its calls have returned, by operation."""
+def _make_step(pipeline: Pipeline, config: Config, roles: Roles, number: int) -> dict[int, str]:
+    """Make both phases of a step. Returns the operation of each call, by its position."""
     pipeline.generate(config, roles, number)
-    return pipeline.learn(config, roles).calls.calls
+    step = pipeline.learn(config, roles)
+    calls: Mapping[str, Any] = step.calls.calls
+    names: dict[int, str] = {}
+    for operation, batches in calls.items():
+        for batch in batches:
+            for position in batch.calls:
+                names[position] = operation
+    return names
 
 
 class _PaperPrompts:

@@ -139,34 +139,34 @@ class _Measurement(Trainer):
     def __init__(self, loaded: LoadedConfig, num_prompts: int) -> None:
         super().__init__(loaded)
         self._num_prompts = num_prompts
-        self._stops = stop_tokens_of(self.config, self.tokenizer)
+        self._stops = stop_tokens_of(self.parts.config, self.parts.tokenizer)
         self.signal: Signal | None = None
 
-    def _train(self) -> None:
+    def train(self) -> None:
         self.observer.on_phase(f"generating responses to {self._num_prompts} prompts")
-        rollout = self.config.actor_rollout_ref.rollout
+        rollout = self.parts.config.actor_rollout_ref.rollout
         num_samples = rollout.n if rollout.n > 1 else DEFAULT_SAMPLES
-        limit = self.config.data.max_response_length
+        limit = self.parts.config.data.max_response_length
         found: dict[str, Source] = defaultdict(Source)
         num_tokens, seconds, num_left = 0, 0.0, self._num_prompts
         while num_left > 0:
-            prompts = self.loader.next_batch()[:num_left]
+            prompts = self.parts.loader.next_batch()[:num_left]
             num_left -= len(prompts)
             start_s = time.monotonic()
             rows = repeated(prompts, num_samples)
-            rollouts = self.roles.rollout.generate_sequences(rows)
+            rollouts = self.deployment.roles.rollout.generate_sequences(rows)
             responses = list(rows_of_responses(rollouts.get(keys=TOKENS).batch))
             seconds += time.monotonic() - start_s
             num_tokens += sum(map(len, responses))
             scores = (
-                self.roles.reward.compute_scores(rollouts.union(rows))
+                self.deployment.roles.reward.compute_scores(rollouts.union(rows))
                 .get()
                 .batch["scores"]
                 .tolist()
             )
             self._add(found, rows, responses, scores, num_samples, limit)
         sources = dict(sorted(found.items()))
-        algorithm = self.config.algorithm
+        algorithm = self.parts.config.algorithm
         divides = algorithm.adv_estimator == "grpo" and algorithm.norm_adv_by_std_in_grpo
         self.signal = Signal(sources, num_samples, limit, num_tokens / seconds, divides)
 
@@ -191,7 +191,7 @@ class _Measurement(Trainer):
             )
             if len(source.groups) == 1:
                 truth = (columns["reward_model"][first] or {}).get("ground_truth")
-                text = self.tokenizer.decode(responses[first], skip_special_tokens=True)
+                text = self.parts.tokenizer.decode(responses[first], skip_special_tokens=True)
                 source.example = (
                     _short(question_of(columns["raw_prompt"][first])),
                     _short(text),

@@ -1,4 +1,5 @@
-"""Snapshots of a run in shared memory: when they are taken, and which one is complete.
+"""Snapshots: the store of states in shared memory. Owns when they are taken, and which one is
+complete.
 
 Two snapshots are written in turn, so that one is complete while the other is written. The ranks
 write them (`rolepool.models.snapshot`) into the folders of keepers (`rolepool.cluster.keepers`);
@@ -21,6 +22,7 @@ from rolepool.placement.estimate import SHARED_MEMORY, snapshot_bytes
 from rolepool.protocol.futures import CallFuture
 from rolepool.trainer.state import TrainState
 from rolepool.trainer.step import Roles, TrainedCalls
+from rolepool.trainer.stores import Groups
 from rolepool.units import show_bytes
 
 PLACES = ("a", "b")
@@ -33,10 +35,26 @@ Where = Mapping[str, tuple[Path, int]]
 
 
 @dataclass(frozen=True)
+class SavedSnapshot:
+    """A complete snapshot."""
+
+    state: TrainState
+    folders: Mapping[str, Path]
+    """Its folder on each node, by node id."""
+    has_models: bool = True
+
+    def load(self, name: str, role: TrainedCalls) -> list[CallFuture]:
+        folders = []
+        for process in role.group.processes:
+            folders.append(str(self.folders[process.node_id] / name))
+        return [role.load_checkpoint(folders)]
+
+
+@dataclass(frozen=True)
 class Taken:
     """A snapshot that was queued."""
 
-    position: TrainState
+    state: TrainState
     place: str
     number: int
     files: dict[str, list[Files]]
@@ -61,11 +79,14 @@ class Snapshots:
         self._has_room = True
         self.keepers = Keepers(snapshot_number, cluster.nodes if self._every > 0 else ())
 
-    def take(self, roles: Roles, position: TrainState, *, is_wanted: bool = False) -> None:
-        """Queue a snapshot of the state after this step, if one is due or wanted. The first one is
-        always taken."""
-        is_due = not self._taken or position.step % self._every == 0
-        if self._every < 0 or not (is_due or is_wanted):
+    def save(self, roles: Roles, state: TrainState) -> None:
+        """Queue a snapshot of this state if one is due. The first one always is."""
+        if not self._taken or state.step % self._every == 0:
+            self._take(roles, state)
+
+    def _take(self, roles: Roles, state: TrainState) -> None:
+        """Queue a snapshot, if there is room for it."""
+        if self._every < 0:
             return
         nodes = self._cluster.nodes
         where = self.keepers.where(nodes)
@@ -77,14 +98,13 @@ class Snapshots:
         if folders != self._folders and not self._check_room(where):
             return
         self._folders = folders
-        earlier = [
-            taken for taken in self._taken if taken.position.step < position.step
-        ]  # a step may be repeated
+        # A step may be repeated. Its snapshot replaces the one of the first time.
+        earlier = [taken for taken in self._taken if taken.state.step < state.step]
         place = next(place for place in PLACES if not earlier or place != earlier[-1].place)
         if place in self._of_other_ranks:
             self._of_other_ranks.remove(place)
             self.keepers.remove(place, nodes)
-        taken = Taken(position, place, next(self._numbers), {}, [])
+        taken = Taken(state, place, next(self._numbers), {}, [])
         for name, role in roles.trained.items():
             self._queue(taken, name, role)
         self._taken = [*earlier, taken][-2:]
@@ -121,49 +141,48 @@ class Snapshots:
             logger.warning("no snapshots are taken until there is room: %s, and %s", needed, has)
         return self._has_room
 
-    def is_complete(self, roles: Roles, position: TrainState) -> bool:
-        """Wait for the snapshot of the state after this step, which is taken now if it was not due.
-        False if there is none."""
+    def complete(self, roles: Roles, groups: Groups, state: TrainState) -> bool:
+        """Wait for the snapshot of this state, which is taken now if it was not due. Returns
+        whether there is one."""
         deadline = time.monotonic() + COMPLETE_TIMEOUT_S
-        taken = self._of_step(position.step)
+        taken = self._of_step(state.step)
         if taken is None:
-            self.take(roles, position, is_wanted=True)
-            taken = self._of_step(position.step)
+            self._take(roles, state)
+            taken = self._of_step(state.step)
         if taken is None or not all(ok for written in taken.written for ok in written.get()):
             return False
         while time.monotonic() < deadline:  # a GPU may still write to the files
-            _, newest = self.newest(roles, position.step) or (None, None)
-            if newest is not None and newest.step == position.step:
+            newest = self.newest(groups, state.step)
+            if newest is not None and newest.state.step == state.step:
                 return True
             time.sleep(POLL_S)
         return False
 
     def _of_step(self, step: int) -> Taken | None:
-        of_step = [taken for taken in self._taken if taken.position.step == step]
+        of_step = [taken for taken in self._taken if taken.state.step == step]
         return of_step[-1] if of_step else None
 
     def have_moved(self) -> None:
         """From now on other ranks write the snapshots."""
         self._of_other_ranks.update(PLACES)
 
-    def newest(self, roles: Roles, most: int) -> tuple[dict[str, Path], TrainState] | None:
-        """The newest complete snapshot of a step up to `most`: its folder on each node, and the
-        state of the run. None if there is none. Each node gets the files that its ranks need and
-        that only other nodes have."""
-        nodes = {
-            name: {process.node_id for process in role.group.processes}
-            for name, role in roles.trained.items()
-        }
+    def newest(self, groups: Groups, at_most: int) -> SavedSnapshot | None:
+        """The newest complete snapshot of a step up to `at_most`. Each node gets the files that its
+        ranks need and that only other nodes have."""
         for taken in reversed(self._taken):
-            if taken.position.step > most:
+            if taken.state.step > at_most:
                 continue
             self.keepers.where(self._cluster.nodes)  # finds out which have died
-            if all(
-                self.keepers.gather(taken.number, taken.files[name], there)
-                for name, there in nodes.items()
-            ):
+            if self._is_everywhere(taken, groups):
                 where = self.keepers.where(self._cluster.nodes)
-                return {
-                    node: folder / taken.place for node, (folder, _) in where.items()
-                }, taken.position
+                folders = {node: folder / taken.place for node, (folder, _) in where.items()}
+                return SavedSnapshot(taken.state, folders)
         return None
+
+    def _is_everywhere(self, taken: Taken, groups: Groups) -> bool:
+        """Whether each node has, or gets now, the files that its ranks need."""
+        for name, group in groups.items():
+            nodes = {process.node_id for process in group.processes}
+            if not self.keepers.gather(taken.number, taken.files[name], nodes):
+                return False
+        return True

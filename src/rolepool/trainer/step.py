@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -83,8 +84,18 @@ class StepCalls:
 
     @property
     def generation(self) -> CallFuture:
-        """The call that generated the responses, with which the step began."""
+        """The call that generated the responses."""
         return self.calls[FIRST_OPERATION][0]
+
+    @property
+    def first(self) -> tuple[str, CallFuture]:
+        """The operation and the call with which the step began: the one that was queued first."""
+        made: list[tuple[int, str, CallFuture]] = []
+        for operation, calls in self.calls.items():
+            for call in calls:
+                made.append((min(part.number for part in call.calls), operation, call))
+        _, operation, call = min(made, key=itemgetter(0))
+        return operation, call
 
 
 # The first phase

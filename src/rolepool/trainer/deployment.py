@@ -1,0 +1,178 @@
+"""A deployment: everything that belongs to one plan, from its first process to its last.
+
+Owns the pools, the roles with their channel for weights, the monitors, the watchdog, and the
+snapshots in the memory of its nodes. It can go over to another plan, and then it keeps the pools
+that both plans have. Does not know steps, nor why a plan changes (`rolepool.trainer.recovery`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from rolepool.cluster import Cluster, Prepared, WorkerGroup
+from rolepool.cluster.monitors import Monitors
+from rolepool.config import Config, LoadedConfig
+from rolepool.metrics.sharding_times import ShardingTimes
+from rolepool.models.sharding_times import measure_sharding
+from rolepool.placement import build_plan
+from rolepool.placement.roles import trained_roles
+from rolepool.trainer.moves import check_move
+from rolepool.trainer.snapshots import Snapshots
+from rolepool.trainer.step import Roles
+from rolepool.trainer.stores import Groups, Saved
+
+Build = Callable[[Cluster, Config, bool], Roles]
+"""Builds every role that its pool does not have yet, and waits until they are ready. The flag says
+whether models that are trained read their weights from their files."""
+
+
+class Deployment(AbstractContextManager["Deployment"]):
+    """The processes of a plan, and what runs in them. Its pools are open when it has been made; its
+    roles are built when it is brought to a state."""
+
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        build: Build,
+        run_folder: Path,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Start all processes."""
+        self.loaded = loaded
+        self.plan = build_plan(loaded.config)
+        self._build = build
+        self._tell = tell
+        keys = loaded.config.trainer
+        with ExitStack() as cleanup:  # if something fails to start, the rest is closed
+            self.cluster = cleanup.enter_context(
+                Cluster(
+                    self.plan,
+                    **loaded.config.ray_kwargs.ray_init.model_dump(),
+                    timeout_s=loaded.config.placement.timeout_s,
+                    run_seed=keys.seed,
+                    deterministic=keys.deterministic,
+                )
+            )
+            self.watchdog = self.cluster.start_watchdog(keys, run_folder, tell)
+            self.snapshots = Snapshots(loaded.config, self.cluster)
+            cleanup.callback(self.snapshots.keepers.close)
+            self._cleanup = cleanup.pop_all()
+        self._roles: Roles | None = None
+        """None before the first `restore`."""
+        self._monitors: Monitors | None = None
+        """None until roles are built, because a measurement of sharding must not be disturbed."""
+        self._held: dict[str, tuple[WorkerGroup, int]] = {}
+        """For each trained role whose models have a known state: its processes and the step."""
+
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
+
+    @property
+    def roles(self) -> Roles:
+        assert self._roles is not None, "the deployment has not been brought to a state yet"
+        return self._roles
+
+    @property
+    def monitors(self) -> Monitors:
+        assert self._monitors is not None, "the deployment has not been brought to a state yet"
+        return self._monitors
+
+    @property
+    def trained_groups(self) -> Groups:
+        """The processes of each trained role."""
+        groups = {}
+        for role in trained_roles():
+            if role in self.plan.roles:
+                groups[str(role)] = self.cluster.groups[self.plan.roles[role]]
+        return groups
+
+    # The state of the models
+
+    def restore(self, saved: Saved) -> None:
+        """Bring all models to a state. Roles that new processes do not have yet are built. A role
+        that has this state already keeps it. The rollout gets the weights of the actor."""
+        step = saved.state.step
+        # Weights that are loaded below are not read from the files of the models, too.
+        self._roles = self._build(self.cluster, self.config, not saved.has_models)
+        if self._monitors is None:
+            self._monitors = self.cluster.start_monitors()
+        self._monitors.watch()
+        loads = []
+        for name, role in self._roles.trained.items():
+            if self._held.get(name) == (role.group, step):
+                continue
+            self._held.pop(name, None)
+            loads.append((name, role, saved.load(name, role)))
+        for name, role, calls in loads:
+            for call in calls:
+                call.get()
+            self._held[name] = (role.group, step)
+        for call in self._roles.sync_weights(step):
+            call.get()
+
+    def hold(self, step: int) -> None:
+        """All trained roles have the state after this step: its calls have ended, and no others
+        were made."""
+        for name, role in self.roles.trained.items():
+            self._held[name] = (role.group, step)
+
+    def begin_changing(self) -> None:
+        """From now on updates may change the models."""
+        self._held.clear()
+
+    # The processes
+
+    def repair(self) -> list[str]:
+        """Replace the processes that died, on another plan if a lost node is not replaced. Returns
+        the names of the pools that have new processes."""
+        if self.cluster.has_all_nodes:
+            return self.cluster.repair()
+        on_loss = self.config.placement.on_node_loss
+        self._tell(f"a node was lost; placement.on_node_loss={on_loss}")
+        if on_loss == "wait":
+            self.cluster.replace_nodes()
+            return self.cluster.repair()
+        return self._shrink()
+
+    def _shrink(self) -> list[str]:
+        """Go over to the nodes that are left, with new processes for all pools."""
+        config = self.config.with_value("trainer.nnodes", self.cluster.num_live_nodes)
+        plan = build_plan(config)
+        check_move(config, plan, self.cluster.gpu_memory_bytes)
+        prepared = self.cluster.prepare(plan, list(plan.pools), ())
+        self.switch(prepared, replace(self.loaded, config=config))
+        return list(plan.pools)
+
+    def switch(self, prepared: Prepared, loaded: LoadedConfig) -> None:
+        """Go over to the pools of another plan. Those that both plans have are kept."""
+        self.cluster.switch(prepared)
+        self.loaded = loaded
+        self.plan = self.cluster.plan
+        self.snapshots.have_moved()
+
+    def measure_sharding(self) -> ShardingTimes:
+        """Measure what sharding costs on these processes, which must not have roles yet.
+
+        On GPUs it is not measured yet: nobody has seen it there, and ranks that wait for a failed
+        one would hang.
+        """
+        if self.cluster.gpu_memory_bytes is not None:
+            return ShardingTimes(times=[])
+        times = []
+        for times_of_group in self.cluster.measure(measure_sharding):
+            times += times_of_group
+        return ShardingTimes(times=times)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End all processes."""
+        self._cleanup.__exit__(kind, error, trace)

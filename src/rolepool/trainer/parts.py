@@ -1,0 +1,84 @@
+"""The parts of a run that need no process: what it reads, its steps, its stores and its journal.
+
+Owns how many steps a run makes. Raises an error if something cannot be read, or does not fit
+together.
+"""
+
+import torch
+
+from rolepool.cluster import Cluster
+from rolepool.config import Config, LoadedConfig
+from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
+from rolepool.errors import PlacementError
+from rolepool.metrics.run_folder import RunFolder
+from rolepool.placement import build_plan
+from rolepool.placement.checks import find_problems
+from rolepool.trainer.advantages import Estimator, RepeatedPrompts
+from rolepool.trainer.bad_steps import BadSteps
+from rolepool.trainer.build import Reward, build_roles, check_inputs, check_prompts
+from rolepool.trainer.checkpoint import Checkpoints
+from rolepool.trainer.interrupt import Interrupt
+from rolepool.trainer.journal import Journal
+from rolepool.trainer.paper import step_of
+from rolepool.trainer.pipeline import Pipeline
+from rolepool.trainer.step import Roles
+
+
+class RunParts:
+    """Everything that a run has before its processes start."""
+
+    def __init__(self, loaded: LoadedConfig, dtype: torch.dtype, reward: Reward | None) -> None:
+        self.loaded = loaded
+        self._dtype = dtype
+        self._reward = reward
+        config = loaded.config
+        keys = config.trainer
+        data = config.data
+        self.config = config
+        """The config of the start. After a move the deployment has another one."""
+        self.plan = build_plan(config)
+        PlacementError.raise_if_any(find_problems(config, self.plan))
+        checked = check_inputs(config, self.plan, reward)
+        self.num_helpers = checked.num_helpers
+        """The number of processes for rule rewards."""
+
+        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+        prompts = PromptSet("train", config, self.tokenizer, reward)
+        prompt_sets = [prompts]
+        self.val_prompts: PromptSet | None = None
+        if data.val_files:
+            self.val_prompts = PromptSet("val", config, self.tokenizer, reward)
+            self.val_prompts.leave_out(prompts)
+            prompt_sets.append(self.val_prompts)
+        check_prompts(config, checked.models, prompt_sets)
+        self.loader = PromptLoader(
+            prompts,
+            data.train_batch_size,
+            seed=keys.seed if data.seed is None else data.seed,
+            shuffle=data.shuffle,
+        )
+        num_epoch_steps = keys.total_epochs * self.loader.num_steps_per_epoch
+        self.num_steps = keys.total_training_steps or num_epoch_steps
+
+        estimator = Estimator(config)
+        repeated_prompts = RepeatedPrompts(self.loader, config.actor_rollout_ref.rollout.n)
+        self.pipeline = Pipeline(step_of(config, estimator.needs), estimator, repeated_prompts)
+
+        self.folder = RunFolder(keys.default_local_dir)
+        self.checkpoints = Checkpoints(config, self.folder, self.plan.roles)
+        self.bad_steps = BadSteps(loaded, self.checkpoints)
+        self.journal = Journal(config, self.folder, self.tokenizer, self.bad_steps)
+        self.interrupt = Interrupt()
+
+    def build_roles(self, cluster: Cluster, config: Config, reads_weights: bool) -> Roles:
+        """Build every role that its pool does not have yet, and wait until they are ready."""
+        return build_roles(
+            cluster,
+            config,
+            self.num_steps,
+            self._dtype,
+            self._reward,
+            self.num_helpers,
+            tell=self.journal.notice,
+            reads_weights=reads_weights,
+        )
