@@ -286,10 +286,17 @@ def resolve_arguments(
     call: Call, direct: Sequence[PackedReply], stored: Sequence[Answer | None]
 ) -> tuple[Call, Share | None]:
     """The call with the values of its arguments, and which share of its batch this rank has."""
-    replies = [unpack_reply(packed, data) for packed, data in zip(direct, stored, strict=True)]
+    replies = []
+    for packed, data in zip(direct, stored, strict=True):
+        replies.append(unpack_reply(packed, data))
     shares: list[Share] = []
-    args = [_resolve(argument, replies, shares) for argument in call.args]
-    kwargs = {name: _resolve(argument, replies, shares) for name, argument in call.kwargs.items()}
+
+    def resolve(argument: Argument) -> Argument:
+        return _resolve(argument, replies, shares)
+
+    args = [resolve(argument) for argument in call.args]
+    kwargs = {name: resolve(argument) for name, argument in call.kwargs.items()}
+    # All batches of a call have the same number of parts, and a worker gets the same one of each.
     share = shares[0] if shares else None
     return call._replace(args=args, kwargs=kwargs), share
 

@@ -29,6 +29,7 @@ from rolepool.errors import PlacementError, RayDiedError, WorkerError
 from rolepool.placement import Plan
 
 NODE_POLL_S = 0.5
+"""How often to look for a node that replaces a lost one."""
 END_TIMEOUT_S = 60.0
 """The time in which processes must end after they were killed."""
 MIN_CPUS = 8
@@ -99,8 +100,12 @@ class Cluster(AbstractContextManager["Cluster"]):
     @property
     def gpu_memory_bytes(self) -> int | None:
         """The memory of the smallest GPU that the plan's processes hold; None on CPU slots."""
-        sizes = [process.gpu_memory_bytes for process in self._planned_processes]
-        return min((size for size in sizes if size is not None), default=None)
+        smallest: int | None = None
+        for process in self._planned_processes:
+            size = process.gpu_memory_bytes
+            if size is not None and (smallest is None or size < smallest):
+                smallest = size
+        return smallest
 
     @property
     def nodes(self) -> dict[str, str]:
@@ -136,7 +141,8 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def _node_was_lost(self) -> PlacementError:
         live = live_nodes()
-        lost = " and ".join(node.address for node in self._reserved.nodes if node not in live)
+        lost_nodes = [node for node in self._reserved.nodes if node not in live]
+        lost = " and ".join(node.address for node in lost_nodes)
         limit = f"placement.timeout_s={self._timeout_s:g}"
         return PlacementError(
             f"node {lost} was lost, and no other node replaced it in {limit}; add a node, or set "
@@ -146,8 +152,11 @@ class Cluster(AbstractContextManager["Cluster"]):
     def _held(self) -> Bundles:
         """The bundles on nodes that are alive."""
         live = live_node_ids()
-        bundles = self._reserved.bundles.items()
-        return {(node_id, gpu): bundle for (node_id, gpu), bundle in bundles if node_id in live}
+        held: Bundles = {}
+        for (node_id, gpu), bundle in self._reserved.bundles.items():
+            if node_id in live:
+                held[node_id, gpu] = bundle
+        return held
 
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
         """Start a pool of processes beside those of the plan, without GPUs."""
@@ -175,12 +184,11 @@ class Cluster(AbstractContextManager["Cluster"]):
         self.find_death()
         broken = [name for name, group in self.groups.items() if group.broken is not None]
         planned = [name for name in broken if name in self.plan.pools]
-        helpers = [name for name in broken if name not in self.plan.pools]
-        self._add_groups(
-            launch.start_pools(self._reserved, planned, self._cleanup, **self._settings)
-        )
-        for name in helpers:
-            self.add_helpers(name, self.groups[name].world_size)
+        pools = launch.start_pools(self._reserved, planned, self._cleanup, **self._settings)
+        self._add_groups(pools)
+        for name in broken:
+            if name not in planned:
+                self.add_helpers(name, self.groups[name].world_size)
         return broken
 
     def measure(self, function: Measure[Measured]) -> list[Measured]:
@@ -218,11 +226,13 @@ class Cluster(AbstractContextManager["Cluster"]):
         """Go over to the plan of these processes. The pools that it replaces or does not have are
         ended."""
         plan = prepared.reserved.plan
-        replaced = [
-            name for name in self.plan.pools if name in prepared.processes or name not in plan.pools
-        ]
+        replaced = []
         ended: list[Process] = []
-        for name in replaced:
+        for name in self.plan.pools:
+            stays_as_it_is = name in plan.pools and name not in prepared.processes
+            if stays_as_it_is:
+                continue
+            replaced.append(name)
             group = self.groups.pop(name)
             ended += group.processes
             group.break_with(WorkerError(f"{name} has ended because the run has moved", pool=name))

@@ -10,6 +10,7 @@ without the marker, the others do not count.
 import os
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from itertools import product
@@ -177,14 +178,20 @@ class Keepers:
     def copy(self, number: int, ranks: Sequence[tuple[Files, str]], written: CallFuture) -> None:
         """When the ranks of a role have written their files, copy them to another node. `ranks` has
         the node, too."""
-        replies = [reply for call in written.calls for reply, _ in call.objects]
-        ring = list(self._actors)
+        files_on: dict[str, list[Files]] = defaultdict(list)
+        for files, node in ranks:
+            files_on[node].append(files)
+        # The keeper that copies gets the replies as arguments, so it starts when all are there.
+        replies: list[Answer] = []
+        for call in written.calls:
+            replies += [reply for reply, _ in call.objects]
         # Each node has its second copy on the next one of the ring.
-        for node, following in zip(ring, ring[1:] + ring[:1], strict=True):
-            files = [files for files, node_of_rank in ranks if node_of_rank == node]
-            if files and following != node:
-                source = self._actors[node]
-                self._actors[following].fetch.remote(number, files, [source], *replies)
+        ring = list(self._actors)
+        following_nodes = ring[1:] + ring[:1]
+        for node, following in zip(ring, following_nodes, strict=True):
+            if files_on[node] and following != node:
+                keeper = self._actors[following]
+                keeper.fetch.remote(number, files_on[node], [self._actors[node]], *replies)
 
     def gather(self, number: int, ranks: Sequence[Files], nodes: Collection[str]) -> bool:
         """Copy to each of these nodes what it does not have of a role's snapshot. Returns whether

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,11 +108,15 @@ def start_pools(
         started[name].append(process)
         if not on_cpu:  # Ray chose the GPU of each bundle, and now it is known
             reserved.bundles[process.node_id, process.gpus[0]] = bundle
-    pools = {name: _in_rank_order(name, reserved, processes) for name, processes in started.items()}
+    pools: dict[str, list[Process]] = {}
+    all_processes: list[Process] = []
+    for name, processes in started.items():
+        pools[name] = _in_rank_order(name, reserved, processes)
+        all_processes += pools[name]
     if plan.mps:
         _start_mps(plan, pools)
     _form_pools(reserved, pools, run_seed, deterministic)
-    _measure_clocks([process for processes in pools.values() for process in processes])
+    _measure_clocks(all_processes)
     return pools
 
 
@@ -216,9 +221,7 @@ def measure(
 ) -> list[Measured]:
     """Call a function in every process, with the process group of its pool, or with one of all
     processes. Returns the result of the first rank of each group."""
-    groups = pools
-    if together:
-        groups = [[process for processes in pools for process in processes]]
+    groups = [list(chain(*pools))] if together else pools
     asked: dict[ray.ObjectRef[Measured], Asked] = {}
     answers_of_first: list[ray.ObjectRef[Measured]] = []
     for processes in groups:
