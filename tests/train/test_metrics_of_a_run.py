@@ -20,7 +20,7 @@ from rolepool.data.demo import Demo
 from rolepool.data.prompts import load_tokenizer
 from rolepool.data.rewards import NUMBERS, PRED
 from rolepool.protocol import DataProto, ragged
-from rolepool.roles.reward_model import RuleReward
+from rolepool.roles.rule_reward import RuleReward
 from rolepool.roles.setups import RuleRewardSetup
 
 REWARD = """

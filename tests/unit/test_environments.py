@@ -24,8 +24,8 @@ from rolepool.errors import ConfigError, RolepoolError
 from rolepool.protocol import DataProto
 from rolepool.protocol.columns import rows_of_responses
 from rolepool.protocol.worker import WorkerContext, made_in
-from rolepool.roles.reward_model import RuleReward
 from rolepool.roles.rollout import Rollout
+from rolepool.roles.rule_reward import RuleReward
 from rolepool.roles.setups import RolloutSetup, RuleRewardSetup
 from rolepool.rollout.conversation_queue import ConversationQueue
 from rolepool.rollout.engine import Completion, Engine, Request, Sampling

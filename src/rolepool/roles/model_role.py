@@ -62,13 +62,16 @@ class ModelRole(Worker):
     def in_micro_batches(self, method: str, data: DataProto, compute: Compute) -> DataProto:
         """The columns that the model computes from micro-batches of tokens, in the order of rows,
         in host memory."""
-        tokens = data.select([key for key in MASKED_TOKENS if key in data.batch], [], [])
+        # Rows without an environment have no mask of their own.
+        keys = [key for key in MASKED_TOKENS if key in data.batch]
+        tokens = data.select(keys, [], [])
         lengths = lengths_of(data.batch[INPUT_IDS]).tolist()
         split = self.micro_batches[method].split(lengths)
         parts = []
         with self.placed.on_device():
             for rows in split:
-                with part("score", *work_of(lengths[row] for row in rows)):
+                num_tokens, num_attended = work_of(lengths[row] for row in rows)
+                with part("score", num_tokens, num_attended):
                     columns = compute(TokenRows(tokens[rows].batch, self.device))
                     parts.append(DataProto.from_dict(columns))
             # Only now: micro-batches do not wait for each other's results.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import psutil
 import torch
@@ -24,6 +24,17 @@ from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.columns import INPUT_IDS, RESPONSE_MASK, flat_values, is_ragged, lengths_of
 from rolepool.roles.model_role import ModelRole
 from rolepool.roles.setups import TrainingSetup
+
+
+class _MiniBatch(NamedTuple):
+    """The rows of one optimizer step."""
+
+    data: DataProto
+    counts: LossCounts
+    lengths: list[int]
+    """The tokens of each row."""
+    micro_batches: list[list[int]]
+    """The numbers of the rows of each micro-batch."""
 
 
 class TrainedRole(ModelRole):
@@ -114,21 +125,29 @@ class TrainedRole(ModelRole):
     def _step_through(self, batches: Sequence[DataProto]) -> list[Mapping[str, Tensor]]:
         """Take an optimizer step with each mini-batch that has tokens. Returns the metrics of these
         steps, on the device."""
-        masks = (kept_mask(batch.batch) for batch in batches)
-        counts = count_losses(masks, self.loss_scale_factor, self.part_sums)
-        lengths = [lengths_of(batch.batch[INPUT_IDS]).tolist() for batch in batches]
-        # Before the first step, because ranks exchange how many micro-batches they need.
-        splits = [self.update_micro_batches.split(of_batch) for of_batch in lengths]
         taken: list[Mapping[str, Tensor]] = []
-        for batch, count, split, of_batch in zip(batches, counts, splits, lengths, strict=True):
+        for mini_batch in self._prepare(batches):
             # There is nothing to learn from, but weight decay and momentum would change the
             # weights. All ranks skip it together, because the counts are those of the whole
             # mini-batch.
-            if count.num_tokens == 0:
+            if mini_batch.counts.num_tokens == 0:
                 continue
-            loss_of = partial(self._loss_of_rows, batch, count)
-            taken.append(self.trained.step(split, loss_of, of_batch))
+            loss_of = partial(self._loss_of_rows, mini_batch.data, mini_batch.counts)
+            metrics = self.trained.step(mini_batch.micro_batches, loss_of, mini_batch.lengths)
+            taken.append(metrics)
         return taken
+
+    def _prepare(self, batches: Sequence[DataProto]) -> list[_MiniBatch]:
+        """Count and split all mini-batches before the first step, because ranks exchange their
+        counts."""
+        masks = (kept_mask(batch.batch) for batch in batches)
+        all_counts = count_losses(masks, self.loss_scale_factor, self.part_sums)
+        prepared = []
+        for data, counts in zip(batches, all_counts, strict=True):
+            lengths = lengths_of(data.batch[INPUT_IDS]).tolist()
+            micro_batches = self.update_micro_batches.split(lengths)
+            prepared.append(_MiniBatch(data, counts, lengths, micro_batches))
+        return prepared
 
     def _sum_over_ranks(self, means: Mapping[str, float]) -> tuple[dict[str, float], float]:
         """The sum of each metric over all parts of the batch, and the memory in GiB that is used on
@@ -182,9 +201,12 @@ def _columns_of(taken: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     once."""
     if not taken:
         return {}
-    rows = [torch.stack([*metrics.values()]) for metrics in taken]
+    rows = []
+    for metrics in taken:
+        rows.append(torch.stack([*metrics.values()]))
     numbers = torch.stack(rows).cpu()
-    return dict(zip(taken[0], numbers.unbind(dim=1), strict=True))
+    names = taken[0]
+    return dict(zip(names, numbers.unbind(dim=1), strict=True))
 
 
 def count_losses(masks: Iterable[Tensor], scale: float, part_sums: PartSums) -> list[LossCounts]:
@@ -194,7 +216,9 @@ def count_losses(masks: Iterable[Tensor], scale: float, part_sums: PartSums) -> 
         num_tokens = mask.sum()
         num_rows = mask.any(dim=1).sum()
         counts += [float(num_tokens), float(num_rows)]
-    # In one exchange: the counts of tokens and of rows take turns.
-    totals = [int(total) for total in part_sums.sum(counts)]
-    pairs = zip(totals[::2], totals[1::2], strict=True)
-    return [LossCounts(num_tokens, num_rows, scale) for num_tokens, num_rows in pairs]
+    # One exchange for all of them: the counts of tokens and of rows take turns.
+    totals = part_sums.sum(counts)
+    summed = []
+    for total_tokens, total_rows in zip(totals[::2], totals[1::2], strict=True):
+        summed.append(LossCounts(int(total_tokens), int(total_rows), scale))
+    return summed
