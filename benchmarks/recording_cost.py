@@ -81,7 +81,7 @@ def of_a_call(num_rows: int, width: int) -> float:
                 with part("forward"):
                     pass
         memory = int(os.pread(statm, 100, 0).split()[1]) * process.PAGE_BYTES
-        more = 0, (), *process._handled([batch], None), memory, times.added_up(), memory
+        more = 0, (), *process.amounts_of([batch], None), memory, times.added_up(), memory
         Span("pool", "role", 0, "method", 0.0, 0.0, 0.0, "node", "cpu", *more)
     return (time.perf_counter() - start) / NUM_CALLS
 

@@ -51,9 +51,15 @@ from rolepool.placement.estimate import (
 from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor_critic import Actor, Critic, Reference
-from rolepool.roles.model_role import Setup
 from rolepool.roles.reward_model import RewardModel
 from rolepool.roles.rollout import Rollout
+from rolepool.roles.setups import (
+    ActorSetup,
+    RewardModelSetup,
+    RolloutSetup,
+    Setup,
+    TrainingSetup,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 ALLOWED = 0.15
@@ -191,27 +197,28 @@ def operations_of(
     role: Role, config: Config, sizes: dict[str, MicroBatch], vocab_size: int
 ) -> list[tuple[str, Callable[[], object]]]:
     """The role is made, and what it does in a step is to be called, twice."""
-    data, setup = make_rows(config, vocab_size), Setup(10, micro_batches=sizes)
+    data = make_rows(config, vocab_size)
     if role == Role.Actor:
-        actor = Actor(config, setup)
+        actor = Actor(config, ActorSetup(num_training_steps=10, micro_batches=sizes))
         once: list[tuple[str, Callable[[], object]]] = [
             ("compute_log_prob", lambda: actor.compute_log_prob(data)),
             ("update_actor", lambda: actor.update_actor(data)),
         ]
     elif role == Role.Critic:
-        critic = Critic(config, setup)
+        critic = Critic(config, TrainingSetup(num_training_steps=10, micro_batches=sizes))
         once = [
             ("compute_values", lambda: critic.compute_values(data)),
             ("update_critic", lambda: critic.update_critic(data)),
         ]
     elif role == Role.RefPolicy:
-        reference = Reference(config, setup)
+        reference = Reference(config, Setup(micro_batches=sizes))
         once = [("compute_ref_log_prob", lambda: reference.compute_ref_log_prob(data))]
     elif role == Role.Rollout:
-        rollout, prompts = Rollout(config, setup), make_prompts(data)
+        rollout = Rollout(config, RolloutSetup(micro_batches=sizes))
+        prompts = make_prompts(data)
         once = [("generate_sequences", lambda: rollout.generate_sequences(prompts))]
     else:
-        reward_model = RewardModel(config, setup)
+        reward_model = RewardModel(config, RewardModelSetup(micro_batches=sizes))
         once = [("compute_scores", lambda: reward_model.compute_scores(data))]
     return 2 * once
 

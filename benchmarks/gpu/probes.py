@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from rolepool.models.packing import kept_mask
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.columns import INPUT_IDS, lengths_of
-from rolepool.roles.model_role import ModelRole, TrainedRole, count_losses
+from rolepool.roles.model_role import ModelRole
+from rolepool.roles.trained_role import TrainedRole, count_losses
 
 AT_ONCE = 2**24
 """Numbers of a tensor that are added at once, because their indices take memory, too."""

@@ -45,7 +45,7 @@ from rolepool.protocol import DataProto, ragged, unpad
 from rolepool.protocol.columns import lengths_of
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor_critic import Actor, Critic
-from rolepool.roles.model_role import Setup
+from rolepool.roles.setups import ActorSetup, TrainingSetup
 
 ROOT = Path(__file__).parent.parent.parent
 GOALS = {"update_actor": 0.45, "compute_log_prob": 0.50, "update_critic": 0.45}
@@ -179,7 +179,7 @@ def show_profile(setting: Setting, name: str, action: Callable[[], object]) -> N
 
 def measure_actor(setting: Setting, results: Results) -> None:
     with made_in(WorkerContext(role="actor", device=setting.device)):
-        actor = Actor(setting.config, Setup(10))
+        actor = Actor(setting.config, ActorSetup(num_training_steps=10))
     data = setting.data
 
     results.times.setdefault("compute_log_prob", {})["rolepool"] = measure(
@@ -195,7 +195,7 @@ def measure_actor(setting: Setting, results: Results) -> None:
 
 def measure_critic(setting: Setting, results: Results) -> None:
     with made_in(WorkerContext(role="critic", device=setting.device)):
-        critic = Critic(setting.config, Setup(10))
+        critic = Critic(setting.config, TrainingSetup(num_training_steps=10))
     results.times.setdefault("compute_values", {})["rolepool"] = measure(
         setting, lambda: critic.compute_values(setting.data)
     )

@@ -28,7 +28,7 @@ from cluster_helpers import (
 from roles_for_tests import Fragile, Greedy, NeverReady
 
 from rolepool.cluster import Cluster, RoleProxy
-from rolepool.cluster.launch import await_all
+from rolepool.cluster.answers import Asked, await_all
 from rolepool.config import load_config
 from rolepool.errors import WorkerError
 from rolepool.protocol import CallFuture, DataProto, DataProtoFuture
@@ -153,7 +153,7 @@ def test_a_process_that_dies_before_it_has_a_rank_is_one_line(shared_ray: None) 
             os.kill(os.getpid(), signal.SIGKILL)
 
     actor = ray.remote(num_cpus=0)(Stillborn).remote()
-    asked = {actor.whereabouts.remote(): ("a process of a_pool", "a_pool")}
+    asked = {actor.whereabouts.remote(): Asked("a process of a_pool", "a_pool")}
     (problem,) = error_of(lambda: await_all(asked, "start"), within_s=30).problems
     assert problem.startswith("a process of a_pool could not start: The actor died")
     assert "\n" not in problem

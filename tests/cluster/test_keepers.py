@@ -15,7 +15,7 @@ from cluster_helpers import wait_until
 from ray.cluster_utils import Cluster as RayCluster
 
 from rolepool.cluster.keepers import Keepers
-from rolepool.cluster.launch import live_nodes
+from rolepool.cluster.nodes import live_nodes
 from rolepool.placement.estimate import SHARED_MEMORY
 from rolepool.protocol.futures import CallFuture
 

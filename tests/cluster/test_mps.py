@@ -19,8 +19,9 @@ from ray.cluster_utils import Cluster as RayCluster
 from roles_for_tests import Place
 
 from rolepool.cluster import Cluster, mps
-from rolepool.cluster.launch import Node, reserve
 from rolepool.cluster.mps import CONTROL, MpsDaemon
+from rolepool.cluster.nodes import Node
+from rolepool.cluster.reservation import reserve
 from rolepool.errors import PlacementError
 
 FAKE = Path(__file__).with_name("fake_mps") / CONTROL

@@ -21,7 +21,7 @@ from roles_for_tests import Place
 
 from rolepool.cluster import Cluster
 from rolepool.cluster.cluster import MIN_CPUS
-from rolepool.cluster.launch import Node, live_nodes, nodes_with_slots
+from rolepool.cluster.nodes import Node, live_nodes, nodes_with_slots
 from rolepool.errors import ConfigError, PlacementError, WorkerError
 from rolepool.placement import Plan
 

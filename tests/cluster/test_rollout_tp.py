@@ -19,8 +19,8 @@ from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.columns import flat_values, lengths_of, same_value
 from rolepool.roles.actor_critic import Actor
-from rolepool.roles.model_role import Setup
 from rolepool.roles.rollout import Rollout
+from rolepool.roles.setups import ActorSetup, RolloutSetup
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import build_roles
 from rolepool.trainer.step import ppo_step
@@ -97,11 +97,17 @@ def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_bo
     )
     prompts = repeated(loader.next_batch(), 2)
     train, generate = shared_cluster.groups["four"], shared_cluster.groups["two"]
-    setup = Setup(10, torch.float64, stop_token_ids=(1,))
+    setup = ActorSetup(num_training_steps=10, dtype=torch.float64)
     actor = train.add_role("actor", Actor, config, setup, blocking=False)
+    setup_of_rollout = RolloutSetup(dtype=torch.float64, stop_token_ids=(1,))
     rollouts = [
         group.add_role(
-            "rollout", Rollout, config, setup, dims=ParallelDims(dp=size // 2, tp=2), blocking=False
+            "rollout",
+            Rollout,
+            config,
+            setup_of_rollout,
+            dims=ParallelDims(dp=size // 2, tp=2),
+            blocking=False,
         )
         for group, size in ((train, 4), (generate, 2))
     ]

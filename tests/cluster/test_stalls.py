@@ -17,7 +17,7 @@ from cluster_helpers import is_running, start, wait_until
 from roles_for_tests import Stuck
 
 from rolepool.cluster import Cluster, RoleProxy
-from rolepool.cluster.process import INTERVAL_S
+from rolepool.cluster.output import INTERVAL_S
 from rolepool.config import load_config
 from rolepool.errors import WorkerError
 from rolepool.protocol import CallFuture

@@ -25,9 +25,15 @@ from rolepool.protocol.out_of_memory import (
 )
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor_critic import Actor, Critic, Reference
-from rolepool.roles.model_role import Setup
 from rolepool.roles.reward_model import RewardModel
 from rolepool.roles.rollout import Rollout
+from rolepool.roles.setups import (
+    ActorSetup,
+    RewardModelSetup,
+    RolloutSetup,
+    Setup,
+    TrainingSetup,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -88,7 +94,10 @@ def test_offloaded_models_leave_the_gpu_between_uses_and_train_the_same(
         torch.manual_seed(0)
         data = batch()
         with made_in(WorkerContext(role="actor", device="cuda")):
-            actor, reference = Actor(config, Setup(2)), Reference(config, Setup())
+            actor, reference = (
+                Actor(config, ActorSetup(num_training_steps=2)),
+                Reference(config, Setup()),
+            )
         for _ in range(2):
             norm = actor.update_actor(data)["actor/grad_norm"]
         log_probs = actor.compute_log_prob(data).batch["old_log_probs"].values()
@@ -151,18 +160,18 @@ def work_of(role: Role, config: Config) -> Callable[[], object]:
     """The role is made; what takes most of it is to be called."""
     data = batch(SEQUENCES, LENGTH)
     if role == Role.Actor:
-        actor = Actor(config, Setup(2))
+        actor = Actor(config, ActorSetup(num_training_steps=2))
         return lambda: actor.update_actor(data)
     if role == Role.Critic:
-        critic = Critic(config, Setup(2))
+        critic = Critic(config, TrainingSetup(num_training_steps=2))
         return lambda: critic.update_critic(data)
     if role == Role.RefPolicy:
         reference = Reference(config, Setup())
         return lambda: reference.compute_ref_log_prob(data)
     if role == Role.RewardModel:
-        reward_model = RewardModel(config, Setup())
+        reward_model = RewardModel(config, RewardModelSetup())
         return lambda: reward_model.compute_scores(data)
-    rollout, ids = Rollout(config, Setup()), data.to_padded().batch["prompts"].tolist()
+    rollout, ids = Rollout(config, RolloutSetup()), data.to_padded().batch["prompts"].tolist()
     columns = {
         "raw_prompt_ids": ids,
         "uid": list(range(SEQUENCES)),

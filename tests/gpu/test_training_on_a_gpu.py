@@ -22,7 +22,7 @@ from rolepool.protocol import DataProto, ragged, unpad
 from rolepool.protocol.columns import flat_values
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor_critic import Actor, Critic
-from rolepool.roles.model_role import Setup
+from rolepool.roles.setups import ActorSetup, TrainingSetup
 
 pytestmark = pytest.mark.gpu
 
@@ -94,7 +94,8 @@ def role(kind: type[Any], folder: Path, *words: str) -> Any:
     ).config
     torch.manual_seed(3)
     with made_in(WorkerContext(role=kind.__name__.lower(), device="cuda")):
-        return kind(config, Setup(2))
+        setup_type = ActorSetup if kind is Actor else TrainingSetup
+        return kind(config, setup_type(num_training_steps=2))
 
 
 def gradients_of_update(

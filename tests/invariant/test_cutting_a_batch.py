@@ -13,7 +13,7 @@ from rolepool.config.functions import policy_losses
 from rolepool.protocol import DataProto, ragged, unpad
 from rolepool.protocol.columns import flat_values
 from rolepool.roles.actor_critic import Actor, Critic
-from rolepool.roles.model_role import Setup
+from rolepool.roles.setups import ActorSetup, TrainingSetup
 
 PROMPT, RESPONSE, ROWS = 8, 6, 12
 
@@ -94,9 +94,9 @@ def updated(
     ).config
     torch.manual_seed(1)
     loss = policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    actor = Actor(config, Setup(10, torch.float64, policy_loss=loss))
+    actor = Actor(config, ActorSetup(num_training_steps=10, dtype=torch.float64, policy_loss=loss))
     torch.manual_seed(2)
-    critic = Critic(config, Setup(10, torch.float64))
+    critic = Critic(config, TrainingSetup(num_training_steps=10, dtype=torch.float64))
     rows, batch = [], ragged_batch()
     for _ in range(3):
         scored = actor.compute_log_prob(batch).batch

@@ -20,8 +20,8 @@ from rolepool.data.demo import Demo
 from rolepool.data.rewards import NUMBERS, PRED
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.protocol import DataProto, ragged
-from rolepool.roles.model_role import Setup
-from rolepool.roles.reward_model import RuleReward
+from rolepool.roles.rule_reward import RuleReward
+from rolepool.roles.setups import RuleRewardSetup
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -128,7 +128,7 @@ def test_rows_with_different_numbers_can_be_scored_by_different_processes(
     letter = load_tokenizer(PolicyModelConfig(path=str(demo.model))).encode(
         "b", add_special_tokens=False
     )
-    role = RuleReward(config, Setup())
+    role = RuleReward(config, RuleRewardSetup())
     scored = []
     for response in (letter, []):
         tokens = {

@@ -29,8 +29,8 @@ from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError, DataError
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, ragged
-from rolepool.roles.model_role import Setup
 from rolepool.roles.reward_model import RewardModel
+from rolepool.roles.setups import RewardModelSetup
 from rolepool.trainer.loop import Trainer
 from rolepool.trainer.step import StepCalls, ppo_step
 
@@ -189,7 +189,8 @@ def test_scores_do_not_depend_on_how_passes_are_cut(
     limit = [] if max_length is None else [f"reward_model.max_length={max_length}"]
     assert tokenizer.pad_token_id is not None
     role = RewardModel(
-        recipe(demo, *CUTS[cut], *limit).config, Setup(pad_token_id=tokenizer.pad_token_id)
+        recipe(demo, *CUTS[cut], *limit).config,
+        RewardModelSetup(pad_token_id=tokenizer.pad_token_id),
     )
     batch = ragged_batch()
     expected = direct_scores(texts_of(batch.batch, tokenizer), demo, tokenizer, last=max_length)
@@ -288,7 +289,7 @@ def test_texts_are_tokenized_again_for_a_reward_model_with_another_tokenizer(
         *limit,
     ]
     scores = (
-        RewardModel(recipe(demo, *keys).config, Setup(pad_token_id=0))
+        RewardModel(recipe(demo, *keys).config, RewardModelSetup(pad_token_id=0))
         .compute_scores(batch)
         .batch["scores"]
     )

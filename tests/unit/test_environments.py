@@ -24,9 +24,9 @@ from rolepool.errors import ConfigError, RolepoolError
 from rolepool.protocol import DataProto
 from rolepool.protocol.columns import rows_of_responses
 from rolepool.protocol.worker import WorkerContext, made_in
-from rolepool.roles.model_role import Setup
-from rolepool.roles.reward_model import RuleReward
 from rolepool.roles.rollout import Rollout
+from rolepool.roles.rule_reward import RuleReward
+from rolepool.roles.setups import RolloutSetup, RuleRewardSetup
 from rolepool.rollout.conversation_queue import ConversationQueue
 from rolepool.rollout.engine import Completion, Engine, Request, Sampling
 from rolepool.rollout.environments import Generate, Trajectory
@@ -66,7 +66,7 @@ def make_rollout(demo: Demo, name: str, *overrides: str, response: int = 24) -> 
     """In float64, so that no two tokens are so close that rounding decides between them."""
     with made_in(WorkerContext()):
         config = config_with(demo, name, *overrides, response=response)
-        return Rollout(config, Setup(stop_token_ids=(1,), dtype=torch.float64))
+        return Rollout(config, RolloutSetup(stop_token_ids=(1,), dtype=torch.float64))
 
 
 def prompts(count: int = NUM_ROWS, **extra: Any) -> DataProto:
@@ -435,7 +435,7 @@ def test_what_reset_returns_is_added_to_the_prompt_and_the_reward_function_score
     ids, num_prompt = rollouts.batch["input_ids"].unbind(), rollouts.batch["num_prompt_tokens"]
     assert ids[0][: num_prompt[0]].tolist() == [4, 4, 11, 3]
     with made_in(WorkerContext()):
-        reward = RuleReward(config_with(demo, "Greeter", *keys), Setup())
+        reward = RuleReward(config_with(demo, "Greeter", *keys), RuleRewardSetup())
     rollouts.batch["environment_score"][2] = 7.0
     scored = reward.compute_scores(rollouts.union(prompts()))
     assert scored.batch["scores"].tolist() == [0.25] * 2 + [7.0] + [0.25] * 9

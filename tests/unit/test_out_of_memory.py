@@ -31,8 +31,11 @@ from rolepool.protocol.out_of_memory import (
 )
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
 from rolepool.roles.actor_critic import Actor, Reference
-from rolepool.roles.model_role import MicroBatches, Setup, TrainedRole, offloads
+from rolepool.roles.micro_batches import MicroBatches
+from rolepool.roles.model_role import offloads
 from rolepool.roles.rollout import Rollout
+from rolepool.roles.setups import ActorSetup, RolloutSetup, Setup, TrainingSetup
+from rolepool.roles.trained_role import TrainedRole
 
 GIB = 2**30
 
@@ -237,11 +240,10 @@ def test_a_role_offers_its_own_keys_and_what_the_roles_beside_it_could_put_away(
 ) -> None:
     keys = config("actor_rollout_ref.rollout.free_cache_engine=false")
     siblings: dict[str, Worker] = {}
-    for worker_class in (Actor, Rollout):
-        with made_in(WorkerContext(role=worker_class.role, local_world_size=2), siblings):
-            siblings[worker_class.role] = worker_class(
-                keys, Setup(num_training_steps=1, stop_token_ids=(1,))
-            )
+    with made_in(WorkerContext(role="actor", local_world_size=2), siblings):
+        siblings["actor"] = Actor(keys, ActorSetup(num_training_steps=1))
+    with made_in(WorkerContext(role="rollout", local_world_size=2), siblings):
+        siblings["rollout"] = Rollout(keys, RolloutSetup(stop_token_ids=(1,)))
     actor, rollout = siblings["actor"], siblings["rollout"]
     assert isinstance(actor, Actor)
     actor.compute_log_prob(rows(8))
@@ -286,7 +288,8 @@ def test_an_update_without_finite_gradients_is_skipped_and_counted(
             return model(columns["response_mask"].float()).sum() * self.scale, {}
 
     role = Linear(
-        config("critic.optim.lr=1.0", "critic.model.enable_gradient_checkpointing=false"), Setup()
+        config("critic.optim.lr=1.0", "critic.model.enable_gradient_checkpointing=false"),
+        TrainingSetup(),
     )
     role.train(model, num_training_steps=1)
     metrics = role.update(rows(4), ends_step=True)
@@ -316,7 +319,9 @@ def test_activations_are_kept_or_made_again(
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 16}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3))  # type: ignore[no-untyped-call]
-    role = Trained(config(f"critic.model.enable_gradient_checkpointing={checkpointing}"), Setup())
+    role = Trained(
+        config(f"critic.model.enable_gradient_checkpointing={checkpointing}"), TrainingSetup()
+    )
     role.train(model, num_training_steps=1)
     runs: list[str] = []
     model.get_submodule("model.layers.1").register_forward_pre_hook(lambda *_: runs.append("again"))

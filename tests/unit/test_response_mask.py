@@ -17,7 +17,7 @@ from rolepool.protocol import DataProto, pad_ragged, ragged, unpad
 from rolepool.protocol.batching import pad_rows
 from rolepool.protocol.columns import flat_values
 from rolepool.roles.actor_critic import Actor, Critic
-from rolepool.roles.model_role import Setup
+from rolepool.roles.setups import ActorSetup, TrainingSetup
 from rolepool.trainer.advantages import Estimated, Estimator, describe
 
 PROMPT, LENGTHS = 3, torch.tensor([7, 4, 1, 6])
@@ -69,9 +69,9 @@ def updated(
         "actor_rollout_ref.actor.entropy_coeff=0.01",
     ]
     config = load_config([], [*keys, "actor_rollout_ref.actor.optim.lr=1e-3"]).config
-    actor = Actor(config, Setup(10, torch.float64))
+    actor = Actor(config, ActorSetup(num_training_steps=10, dtype=torch.float64))
     torch.manual_seed(2)
-    critic = Critic(config, Setup(10, torch.float64))
+    critic = Critic(config, TrainingSetup(num_training_steps=10, dtype=torch.float64))
     entropy = float(actor.compute_log_prob(batch).batch["entropy_sums"][:ROWS].sum())
     metrics = {**actor.update_actor(batch), **critic.update_critic(batch), "entropy": entropy}
     metrics.pop("perf/cpu_memory_used_gb")
@@ -106,7 +106,9 @@ def test_the_loss_is_the_mean_over_sampled_tokens(model: Path) -> None:
         [], [f"actor_rollout_ref.model.path={model}", f"data.train_batch_size={ROWS}"]
     ).config
     log_probs = pad_ragged(
-        Actor(config, Setup(10, torch.float64)).compute_log_prob(batch).batch["old_log_probs"]
+        Actor(config, ActorSetup(num_training_steps=10, dtype=torch.float64))
+        .compute_log_prob(batch)
+        .batch["old_log_probs"]
     )
     batch.batch["old_log_probs"] = unpad(log_probs, LENGTHS)  # so that all ratios are 1
     advantages = pad_ragged(batch.batch["advantages"])

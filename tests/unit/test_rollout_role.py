@@ -17,8 +17,8 @@ from rolepool.placement.estimate import cache_room
 from rolepool.protocol import DataProto
 from rolepool.protocol.columns import flat_values, lengths_of, same_value, split_tokens
 from rolepool.protocol.worker import WorkerContext, made_in
-from rolepool.roles.model_role import Setup
 from rolepool.roles.rollout import Rollout
+from rolepool.roles.setups import RolloutSetup
 from rolepool.rollout import NativeEngine
 from rolepool.rollout.engine import ABILITIES
 from rolepool.rollout.transformers_engine import TransformersEngine
@@ -46,7 +46,7 @@ def make_rollout(demo: Demo, device: str = "cpu", *overrides: str) -> Rollout:
     ]
     config = load_config([], [*settings, *overrides]).config
     with made_in(WorkerContext(device=device)):
-        return Rollout(config, Setup(stop_token_ids=(1,), dtype=torch.float64))
+        return Rollout(config, RolloutSetup(stop_token_ids=(1,), dtype=torch.float64))
 
 
 def leg(named: Iterable[tuple[str, Tensor]]) -> DataProto:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rolepool.cluster import process
-from rolepool.cluster.process import MAX_LINES, LimitedOutput
+from rolepool.cluster import output
+from rolepool.cluster.output import MAX_LINES, LimitedOutput
 from rolepool.errors import logger
 
 
@@ -27,7 +27,7 @@ def test_a_flood_is_cut_on_the_console_and_counted(
     assert len(console.getvalue().splitlines()) == MAX_LINES, (
         "the count comes when the interval is over"
     )
-    monkeypatch.setattr(process, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(output, "INTERVAL_S", 0.0)
     stream.flush()
     stream.flush()
     assert console.getvalue().splitlines()[MAX_LINES:] == [
@@ -52,7 +52,7 @@ def console_and_file(tmp_path: Path) -> Iterator[tuple[io.StringIO, Path]]:
     root.handlers = [handler]
     root.setLevel(logging.INFO)
     try:
-        process._write_details_to(handler.stream)
+        output._write_details_to(handler.stream)
         yield console, file
     finally:
         root.handlers = handlers

@@ -4,7 +4,8 @@ from rolepool.quick_imports import quick_imports
 
 with quick_imports():
     from rolepool.cluster.cluster import Cluster, Prepared
-    from rolepool.cluster.group import RoleProxy, WorkerGroup, next_call_number
+    from rolepool.cluster.group import WorkerGroup
+    from rolepool.cluster.proxy import RoleProxy, next_call_number
     from rolepool.cluster.verl import (
         RayClassWithInitArgs,
         RayResourcePool,

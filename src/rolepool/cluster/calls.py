@@ -17,6 +17,7 @@ from ray import cloudpickle
 from ray.exceptions import ObjectLostError, RayError
 from tensordict.base import TensorDictBase
 
+from rolepool.cluster.answers import Answer, reason_of
 from rolepool.errors import DataError, WorkerError
 from rolepool.metrics.spans import DRIVER, Span
 from rolepool.protocol import Dispatch, Encoded, futures
@@ -34,6 +35,13 @@ from rolepool.protocol.futures import (
 
 FETCH_TIMEOUT_S = 600.0
 
+Argument = Any
+"""An argument of a method. Whoever calls the method decides its type."""
+Value = Any
+"""A result of a method. Whoever wrote the method decides its type."""
+Args = Sequence[Argument]
+Kwargs = dict[str, Argument]
+
 
 # Messages
 
@@ -48,17 +56,21 @@ class Share(NamedTuple):
 
     @property
     def size(self) -> int:
+        """The number of rows, with padding: the quotient rounded up."""
         return -(-self.total // self.parts)
 
     @property
     def rows(self) -> range:
-        return range(self.total)[self.part * self.size :][: self.size]
+        """The rows of the part, without padding."""
+        start = self.part * self.size
+        return range(self.total)[start : start + self.size]
 
     @property
     def fetched(self) -> RowNumbers:
         """The rows that the worker fetches: those of the part, or the batch's first row if the part
-        is only padding."""
-        return np.array(self.rows or range(self.total)[:1], dtype=np.int64)
+        is only padding, because padding rows are copies of a row."""
+        first = range(self.total)[:1]
+        return np.array(self.rows or first, dtype=np.int64)
 
 
 class StripeArgument(NamedTuple):
@@ -87,7 +99,17 @@ class ResultArgument(NamedTuple):
     """The collected result, not a batch, of another call whose replies are at these positions."""
 
     where: slice
-    collect: Callable[[list[Any]], Any]
+    collect: Callable[[list[Value]], Value]
+
+
+class Split(NamedTuple):
+    """Batches are split into so many equal parts, and this is the number of one of them."""
+
+    parts: int
+    part: int
+
+
+UNSPLIT = Split(parts=1, part=0)
 
 
 class Call(NamedTuple):
@@ -95,8 +117,8 @@ class Call(NamedTuple):
 
     role: str
     method: str
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     queued_s: float
     number: int
     after: tuple[int, ...]
@@ -113,23 +135,27 @@ SPLITTING = (Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC)
 FROM_DRIVER = Span(DRIVER, "trainer", 0, "call", 0.0, 0.0, 0.0, node=DRIVER)
 """The span in place of a rank's span, if the driver sends a batch itself."""
 
-Objects = list[tuple[Any, Any]]
-"""Replies of a message, or references to them: pairs of a reply and the data that is stored for it.
+PackedReply = bytes | Reply
+SentReply = tuple[PackedReply | Answer, Answer | None]
+"""A reply, or the reference to it, and the reference to the data that is stored for it.
 
-Ray delivers the first of each pair with the message. The worker fetches the second one if it needs
-it.
+Ray delivers the reply with a message. The worker fetches the data if it needs it.
 """
+Objects = list[SentReply]
+"""The replies of a message. Its arguments have positions in this list."""
 
 
-def pack_reply(reply: Reply) -> bytes | Reply:
+def pack_reply(reply: Reply) -> PackedReply:
     """A small reply as bytes, because Ray transports bytes several times faster than an object. A
     large one is returned unchanged."""
     is_large = reply.value is not None and reply.value.num_bytes > futures.INLINE_BYTES
+    if is_large:
+        return reply
     # Plain tuples, because pickle looks up every other class by its name.
-    return reply if is_large else pickle.dumps((tuple(reply.span), reply.value, reply.header))
+    return pickle.dumps((tuple(reply.span), reply.value, reply.header))
 
 
-def unpack_reply(packed: bytes | Reply, stored: Any = None) -> Reply:
+def unpack_reply(packed: PackedReply, stored: Answer | None = None) -> Reply:
     if not isinstance(packed, bytes):
         return packed._replace(stored=stored)
     span, value, header = pickle.loads(packed)  # noqa: S301  # from our own workers
@@ -150,88 +176,97 @@ def pack_call(
     objects: Objects = []
     if not call.args and not call.kwargs:
         return pickle.dumps(tuple(call)), objects
-    split = (1, 0) if in_lists else (parts, index)
+    split = UNSPLIT if in_lists else Split(parts, index)
 
-    def pack(value: Any) -> Any:
-        value = value[index] if in_lists else value
-        if isinstance(value, DataProto | DataProtoFuture):
-            stripes = [
-                _pack_stripe(stripe, objects, reads, *split) for stripe in futures.stripes_of(value)
-            ]
-            return BatchArgument(tuple(stripes), *split)
-        if isinstance(value, CallFuture):
-            if value.collect not in (futures.collect_first, list):
-                raise DataError(
-                    f"{value!r} is collected by a function of the driver; pass the result of its get()"
-                )
-            return ResultArgument(_add_replies(value.calls, objects), value.collect)
-        return value
+    def pack(value: Argument) -> Argument:
+        if in_lists:
+            value = value[index]
+        return _pack_value(value, objects, reads, split)
 
     args = [pack(value) for value in call.args]
     kwargs = {name: pack(value) for name, value in call.kwargs.items()}
     return cloudpickle.dumps(tuple(call._replace(args=args, kwargs=kwargs))), objects
 
 
-def splittable(
-    what: str, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[Sequence[Any], dict[str, Any]]:
+def _pack_value(value: Argument, objects: Objects, reads: Keys, split: Split) -> Argument:
+    """An argument as it is sent. The replies that it needs are added to the objects."""
+    if isinstance(value, DataProto | DataProtoFuture):
+        stripes = []
+        for stripe in futures.stripes_of(value):
+            stripes.append(_pack_stripe(stripe, objects, reads, split))
+        return BatchArgument(tuple(stripes), split.parts, split.part)
+    if isinstance(value, CallFuture):
+        if value.collect not in (futures.collect_first, list):
+            raise DataError(
+                f"{value!r} is collected by a function of the driver; pass the result of its get()"
+            )
+        return ResultArgument(_add_replies(value.calls, objects), value.collect)
+    return value
+
+
+def splittable(what: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The arguments of a method in a mode of `SPLITTING`; TensorDicts become batches.
 
     Raises a DataError that names the method (`what`) and the argument if it has rows that would not
     be split.
     """
-    args, kwargs = (
-        [*map(tensordict_to_batch, args)],
-        {key: tensordict_to_batch(one) for key, one in kwargs.items()},
-    )
-    others = [
-        item for item in (*enumerate(args), *kwargs.items()) if not isinstance(item[1], Batch)
-    ]
-    has_batch = len(others) < len(args) + len(kwargs)
+    args = [tensordict_to_batch(value) for value in args]
+    kwargs = {name: tensordict_to_batch(value) for name, value in kwargs.items()}
+    all_values: list[tuple[int | str, Argument]] = [*enumerate(args), *kwargs.items()]
+    others = [(name, value) for name, value in all_values if not isinstance(value, Batch)]
+    has_batch = len(others) < len(all_values)
     for name, value in others:
-        if _has_rows(value) or (isinstance(value, list | tuple) and not has_batch):
-            problem = (
-                f"argument {name} is a {type(value).__name__}, which cannot be split over the ranks"
-            )
-            fix = "pass rows in a DataProto or TensorDict, and what all ranks need in the meta_info of one"
+        # Without a batch, a list is probably meant as the rows.
+        is_list_of_rows = isinstance(value, list | tuple) and not has_batch
+        if _has_rows(value) or is_list_of_rows:
+            kind = type(value).__name__
             raise DataError(
-                f"{what}: {problem}; {fix}. Dispatch.ONE_TO_ALL sends all arguments whole"
+                f"{what}: argument {name} is a {kind}, which cannot be split over the ranks; pass "
+                "rows in a DataProto or TensorDict, and what all ranks need in the meta_info of "
+                "one. Dispatch.ONE_TO_ALL sends all arguments whole"
             )
     return args, kwargs
 
 
-def _has_rows(value: Any) -> bool:
+def _has_rows(value: Argument) -> bool:
     """Whether there is a batch, a tensor or an array in a value, at any depth."""
-    if isinstance(value, list | tuple | dict):
-        return any(map(_has_rows, value.values() if isinstance(value, dict) else value))
-    is_column = isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
-    return is_column or isinstance(value, Batch | TensorDictBase)
+    if isinstance(value, dict):
+        return any(map(_has_rows, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_rows, value))
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Batch | TensorDictBase)
 
 
-def _pack_stripe(
-    stripe: Stripe, objects: Objects, reads: Keys, parts: int, index: int
-) -> StripeArgument:
+def _pack_stripe(stripe: Stripe, objects: Objects, reads: Keys, split: Split) -> StripeArgument:
     keys = futures.intersection(stripe.keys, reads)
     if not isinstance(stripe.source, DataProto) and stripe.order is None:
+        # The driver does not wait for the number of rows: the worker splits the batch itself.
         return StripeArgument(_add_replies(stripe.source, objects), keys)
-    share = Share(stripe.num_rows(), parts, index)
-    rows = share.fetched if stripe.order is None else stripe.order[share.fetched]
+    share = Share(stripe.num_rows(), split.parts, split.part)
+    rows = share.fetched
+    if stripe.order is not None:
+        rows = stripe.order[rows]
     if not isinstance(stripe.source, DataProto):
         return StripeArgument(_add_replies(stripe.source, objects), keys, share.total, rows)
     _, header, large = futures.encode_result(futures.rows_with_keys(stripe.source, rows, keys))
-    objects.append(
-        (pack_reply(Reply(FROM_DRIVER, header=header)), ray.put(large) if large else None)
-    )
-    return StripeArgument(slice(len(objects) - 1, len(objects)), keys, share.total)
-
-
-def _add_replies(calls: Iterable[Any], objects: Objects) -> slice:
+    reply = pack_reply(Reply(FROM_DRIVER, header=header))
+    stored = ray.put(large) if large else None
     start = len(objects)
-    objects.extend(pair for call in calls for pair in call.objects)
+    objects.append((reply, stored))
+    return StripeArgument(slice(start, start + 1), keys, share.total)
+
+
+def _add_replies(calls: Iterable[Pending], objects: Objects) -> slice:
+    """Add the replies of calls to the objects of a message. Returns their positions."""
+    start = len(objects)
+    for call in calls:
+        objects.extend(call.objects)
     return slice(start, len(objects))
 
 
-def sources_of(values: Iterable[Any]) -> Iterator[Pending]:
+def sources_of(values: Iterable[Argument]) -> Iterator[Pending]:
     """The calls whose results are among the arguments."""
     for value in values:
         if isinstance(value, CallFuture):
@@ -248,44 +283,65 @@ def unpack_call(packed: bytes) -> Call:
 
 
 def resolve_arguments(
-    call: Call, direct: Sequence[Any], stored: Sequence[Any]
+    call: Call, direct: Sequence[PackedReply], stored: Sequence[Answer | None]
 ) -> tuple[Call, Share | None]:
     """The call with the values of its arguments, and which share of its batch this rank has."""
-    objects = [unpack_reply(one, data) for one, data in zip(direct, stored, strict=True)]
+    replies = []
+    for packed, data in zip(direct, stored, strict=True):
+        replies.append(unpack_reply(packed, data))
     shares: list[Share] = []
-    args = [_resolve(argument, objects, shares) for argument in call.args]
-    kwargs = {name: _resolve(argument, objects, shares) for name, argument in call.kwargs.items()}
-    return call._replace(args=args, kwargs=kwargs), shares[0] if shares else None
+
+    def resolve(argument: Argument) -> Argument:
+        return _resolve(argument, replies, shares)
+
+    args = [resolve(argument) for argument in call.args]
+    kwargs = {name: resolve(argument) for name, argument in call.kwargs.items()}
+    # All batches of a call have the same number of parts, and a worker gets the same one of each.
+    share = shares[0] if shares else None
+    return call._replace(args=args, kwargs=kwargs), share
 
 
-def _resolve(argument: Any, objects: Sequence[Reply], shares: list[Share]) -> Any:
+def _resolve(argument: Argument, all_replies: Sequence[Reply], shares: list[Share]) -> Argument:
     """An argument's value on this worker. If it is a batch, its share is added to the list."""
     if isinstance(argument, ResultArgument):
-        return argument.collect(futures.values_of(objects[argument.where], fetch_stored))
+        values = futures.values_of(all_replies[argument.where], fetch_stored)
+        return argument.collect(values)
     if not isinstance(argument, BatchArgument):
         return argument
-    replies = objects[argument.stripes[0].where]
-    is_batch = all(reply.header is not None for reply in replies)
-    if argument.parts == len(argument.stripes) == 1 and not is_batch:  # use what `get()` returns
-        return futures.collect_batches(futures.values_of(replies, fetch_stored))
-    totals = [
-        futures.count_rows(objects[one.where]) if one.total is None else one.total
-        for one in argument.stripes
-    ]
-    if len(set(totals)) > 1:
-        raise DataError(f"the parts of the batch have different numbers of rows: {totals}")
-    share = Share(totals[0], argument.parts, argument.part)
+    if argument.parts == len(argument.stripes) == 1:
+        replies = all_replies[argument.stripes[0].where]
+        is_batch = all(reply.header is not None for reply in replies)
+        if not is_batch:  # use what `get()` returns
+            return futures.collect_batches(futures.values_of(replies, fetch_stored))
+    share = _share_of(argument, all_replies)
     shares.append(share)
     parts = []
     for stripe in argument.stripes:
         rows = share.fetched if stripe.total is None else stripe.rows
-        parts.append(futures.gather_rows(objects[stripe.where], rows, stripe.keys, fetch_stored))
-    padded = pad_rows(futures.join_stripes(parts), share.size - len(share.rows))
-    # If all rows of the part are padding, the row that they are copies of is in front of them.
-    return batch_to_tensordict(padded[1:] if len(padded) > share.size else padded)
+        replies = all_replies[stripe.where]
+        parts.append(futures.gather_rows(replies, rows, stripe.keys, fetch_stored))
+    num_padding = share.size - len(share.rows)
+    padded = pad_rows(futures.join_stripes(parts), num_padding)
+    if len(padded) > share.size:
+        # All rows of the part are padding, and the row that they are copies of is in front of them.
+        padded = padded[1:]
+    return batch_to_tensordict(padded)
 
 
-def without_padding(result: Any, share: Share | None) -> Any:
+def _share_of(argument: BatchArgument, all_replies: Sequence[Reply]) -> Share:
+    """Which rows of its batch a worker gets."""
+    totals = []
+    for stripe in argument.stripes:
+        if stripe.total is None:
+            totals.append(futures.count_rows(all_replies[stripe.where]))
+        else:
+            totals.append(stripe.total)
+    if len(set(totals)) > 1:
+        raise DataError(f"the parts of the batch have different numbers of rows: {totals}")
+    return Share(totals[0], argument.parts, argument.part)
+
+
+def without_padding(result: Value, share: Share | None) -> Value:
     """A result without the rows that came from padding.
 
     The result is a batch, list, tensor or array. It has as many rows as the share, or an integer
@@ -295,23 +351,17 @@ def without_padding(result: Any, share: Share | None) -> Any:
     if share is None or not isinstance(result, DataProto | list | torch.Tensor | np.ndarray):
         return result
     num_real = len(share.rows)
-    if num_real == share.size or len(result) < share.size or len(result) % share.size:
+    has_no_padding = num_real == share.size
+    if has_no_padding or len(result) < share.size or len(result) % share.size:
         return result
-    trimmed = result[: len(result) // share.size * num_real]
+    num_results_per_row = len(result) // share.size
+    trimmed = result[: num_results_per_row * num_real]
     if isinstance(trimmed, DataProto) and IS_PADDING_KEY in trimmed.columns():
         trimmed.pop([IS_PADDING_KEY])
     return trimmed
 
 
-# Ray's errors
-
-
-def reason_of(error: BaseException) -> str:
-    """Ray's message in one line, without its list of possible causes."""
-    lines = [
-        line.strip() for line in str(error).splitlines() if line.strip() and ":" not in line[:20]
-    ]
-    return (" ".join(lines) or str(error)).split("Some common causes include")[0].strip()
+# Both sides
 
 
 def fetch_stored(replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
@@ -320,16 +370,26 @@ def fetch_stored(replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
     try:
         return list(ray.get([reply.stored for reply in replies], timeout=FETCH_TIMEOUT_S))
     except ObjectLostError as error:
-        lost = next(
-            (one for one in replies if one.stored.hex() == error.object_ref_hex), replies[0]
-        )
-        where = {
-            name: getattr(lost.span, name) for name in ("pool", "role", "rank", "node", "method")
-        }
-        raise WorkerError(
-            f"a result of {lost.maker} is lost because its node died", **where, is_death=True
-        ) from None
+        raise _loss_of(replies, error.object_ref_hex) from None
     except RayError as error:
         raise WorkerError(
             f"results of {replies[0].maker} could not be fetched: {reason_of(error)}"
         ) from None
+
+
+def _loss_of(replies: Sequence[Reply], object_id: str) -> WorkerError:
+    """The error about the reply whose stored columns, the object with this id, are lost."""
+    lost = replies[0]
+    for reply in replies:
+        if reply.stored.hex() == object_id:
+            lost = reply
+            break
+    return WorkerError(
+        f"a result of {lost.maker} is lost because its node died",
+        pool=lost.span.pool,
+        role=lost.span.role,
+        rank=lost.span.rank,
+        node=lost.span.node,
+        method=lost.span.method,
+        is_death=True,
+    )

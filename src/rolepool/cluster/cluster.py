@@ -9,21 +9,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 from ray.exceptions import RayError
 
-from rolepool.cluster import launch
+from rolepool.cluster import launch, reservation
+from rolepool.cluster.answers import Answer, Asked, await_all
 from rolepool.cluster.connection import connect, raise_if_ray_died
-from rolepool.cluster.group import WorkerGroup, find_deaths, processes_of_healthy
-from rolepool.cluster.launch import Bundles, Measure, Process, Reservation, live_nodes
+from rolepool.cluster.deaths import find_deaths
+from rolepool.cluster.group import WorkerGroup, processes_of_healthy
+from rolepool.cluster.launch import Process
 from rolepool.cluster.monitors import Monitors
+from rolepool.cluster.nodes import live_node_ids, live_nodes, nodes_with_slots, substitutes
+from rolepool.cluster.process import Measure, Measured
+from rolepool.cluster.reservation import Bundles, Reservation
 from rolepool.cluster.watchdog import Watchdog
 from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import PlacementError, RayDiedError, WorkerError
 from rolepool.placement import Plan
 
 NODE_POLL_S = 0.5
+"""How often to look for a node that replaces a lost one."""
 END_TIMEOUT_S = 60.0
 """The time in which processes must end after they were killed."""
 MIN_CPUS = 8
@@ -72,7 +78,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         with ExitStack() as cleanup:  # if the start fails, it undoes what was done so far
             cleanup.callback(connect(address, num_ray_cpus, plan.device))
             cleanup.push(_name_ray_as_cause)
-            self._reserved = launch.reserve(plan, live_nodes(), cleanup, timeout_s, held={})
+            self._reserved = reservation.reserve(plan, live_nodes(), cleanup, timeout_s, held={})
             pools = launch.start_pools(self._reserved, plan.pools, cleanup, **self._settings)
             self._cleanup = cleanup.pop_all()
         self._add_groups(pools)
@@ -94,8 +100,12 @@ class Cluster(AbstractContextManager["Cluster"]):
     @property
     def gpu_memory_bytes(self) -> int | None:
         """The memory of the smallest GPU that the plan's processes hold; None on CPU slots."""
-        sizes = [process.gpu_memory_bytes for process in self._planned_processes]
-        return min((size for size in sizes if size is not None), default=None)
+        smallest: int | None = None
+        for process in self._planned_processes:
+            size = process.gpu_memory_bytes
+            if size is not None and (smallest is None or size < smallest):
+                smallest = size
+        return smallest
 
     @property
     def nodes(self) -> dict[str, str]:
@@ -106,12 +116,12 @@ class Cluster(AbstractContextManager["Cluster"]):
     def num_live_nodes(self) -> int:
         """How many of the plan's nodes are alive."""
         reserved = {node.node_id for node in self._reserved.nodes}
-        return len(reserved & _live_node_ids())
+        return len(reserved & live_node_ids())
 
     @property
     def has_all_nodes(self) -> bool:
         """Whether all nodes that have processes of the plan are alive."""
-        return self.nodes.keys() <= _live_node_ids()
+        return self.nodes.keys() <= live_node_ids()
 
     def replace_nodes(self) -> None:
         """Wait until there is a node for each lost one, and reserve its resources. The pools that
@@ -119,19 +129,20 @@ class Cluster(AbstractContextManager["Cluster"]):
         deadline = time.monotonic() + self._timeout_s
         before = self._reserved
         while True:
-            nodes = launch.substitutes(self.plan, before.nodes, live_nodes(), before.device)
+            nodes = substitutes(self.plan, before.nodes, live_nodes(), before.device)
             if nodes is not None:
                 break
             if time.monotonic() > deadline:
                 raise self._node_was_lost()
             time.sleep(NODE_POLL_S)
-        self._reserved = launch.reserve(
+        self._reserved = reservation.reserve(
             self.plan, nodes, self._cleanup, self._timeout_s, self._held()
         )
 
     def _node_was_lost(self) -> PlacementError:
         live = live_nodes()
-        lost = " and ".join(node.address for node in self._reserved.nodes if node not in live)
+        lost_nodes = [node for node in self._reserved.nodes if node not in live]
+        lost = " and ".join(node.address for node in lost_nodes)
         limit = f"placement.timeout_s={self._timeout_s:g}"
         return PlacementError(
             f"node {lost} was lost, and no other node replaced it in {limit}; add a node, or set "
@@ -140,13 +151,16 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def _held(self) -> Bundles:
         """The bundles on nodes that are alive."""
-        live = _live_node_ids()
-        bundles = self._reserved.bundles.items()
-        return {(node_id, gpu): bundle for (node_id, gpu), bundle in bundles if node_id in live}
+        live = live_node_ids()
+        held: Bundles = {}
+        for (node_id, gpu), bundle in self._reserved.bundles.items():
+            if node_id in live:
+                held[node_id, gpu] = bundle
+        return held
 
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
         """Start a pool of processes beside those of the plan, without GPUs."""
-        place = launch.place_for_helpers(name, count)
+        place = reservation.place_for_helpers(name, count)
         self._add_groups(launch.start_pools(place, [name], self._cleanup, **self._settings))
         return self.groups[name]
 
@@ -170,15 +184,14 @@ class Cluster(AbstractContextManager["Cluster"]):
         self.find_death()
         broken = [name for name, group in self.groups.items() if group.broken is not None]
         planned = [name for name in broken if name in self.plan.pools]
-        helpers = [name for name in broken if name not in self.plan.pools]
-        self._add_groups(
-            launch.start_pools(self._reserved, planned, self._cleanup, **self._settings)
-        )
-        for name in helpers:
-            self.add_helpers(name, self.groups[name].world_size)
+        pools = launch.start_pools(self._reserved, planned, self._cleanup, **self._settings)
+        self._add_groups(pools)
+        for name in broken:
+            if name not in planned:
+                self.add_helpers(name, self.groups[name].world_size)
         return broken
 
-    def measure(self, function: Measure) -> list[Any]:
+    def measure(self, function: Measure[Measured]) -> list[Measured]:
         """Call a function in the processes of the plan, which must not have roles yet. On CPU slots
         all processes form one process group during the call. On GPUs each pool uses its own,
         because new connections between GPUs take memory and time; pools of one GPU are left out.
@@ -197,25 +210,29 @@ class Cluster(AbstractContextManager["Cluster"]):
         import the classes of their roles. Raises an error if they cannot start. Other pools stay as
         they are. May run in another thread."""
         with ExitStack() as cleanup:
-            reserved = launch.reserve(plan, live_nodes(), cleanup, self._timeout_s, self._held())
+            reserved = reservation.reserve(
+                plan, live_nodes(), cleanup, self._timeout_s, self._held()
+            )
             processes = launch.start_pools(reserved, names, cleanup, **self._settings)
-            asked: dict[Any, tuple[str, str]] = {}
+            asked: dict[Answer, Asked] = {}
             for members in processes.values():
                 for process in members:
                     answer = process.actor.import_workers.remote(workers)
-                    asked[answer] = (str(process), process.pool)
-            launch.await_all(asked, "import the classes of its roles")
+                    asked[answer] = Asked(str(process), process.pool)
+            await_all(asked, "import the classes of its roles")
             return Prepared(reserved, processes, cleanup.pop_all())
 
     def switch(self, prepared: Prepared) -> None:
         """Go over to the plan of these processes. The pools that it replaces or does not have are
         ended."""
         plan = prepared.reserved.plan
-        replaced = [
-            name for name in self.plan.pools if name in prepared.processes or name not in plan.pools
-        ]
+        replaced = []
         ended: list[Process] = []
-        for name in replaced:
+        for name in self.plan.pools:
+            stays_as_it_is = name in plan.pools and name not in prepared.processes
+            if stays_as_it_is:
+                continue
+            replaced.append(name)
             group = self.groups.pop(name)
             ended += group.processes
             group.break_with(WorkerError(f"{name} has ended because the run has moved", pool=name))
@@ -259,12 +276,8 @@ def live_inventory(address: str | None, device: str) -> tuple[int, ...]:
     is None, it is the cluster of this machine."""
     with ExitStack() as cleanup:
         cleanup.callback(connect(address or "auto", 0, device))
-        device, nodes = launch.nodes_with_slots(device, live_nodes())
+        device, nodes = nodes_with_slots(device, live_nodes())
         return tuple(node.slots(device) for node in nodes)
-
-
-def _live_node_ids() -> set[str]:
-    return {node.node_id for node in live_nodes()}
 
 
 def _await_end(killed: Sequence[Process], names: str) -> None:

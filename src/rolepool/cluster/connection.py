@@ -79,9 +79,8 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
         make_token_private()
         with ExitStack() as cleanup:
             folder = cleanup.enter_context(private_folder())
-            _start_local_ray(
-                num_cpus=num_cpus, num_gpus=0 if device == "cpu" else None, _temp_dir=str(folder)
-            )
+            num_gpus = 0 if device == "cpu" else None  # None: Ray counts them
+            _start_local_ray(num_cpus=num_cpus, num_gpus=num_gpus, _temp_dir=str(folder))
             cleanup.callback(ray.shutdown)
             return cleanup.pop_all().close
     try:
@@ -123,9 +122,8 @@ def _limit_what_ray_prints() -> None:
     """Drop the paragraphs of Ray that rolepool replaces with a line of its own, and colours outside
     of a terminal."""
     ray_logging.stdout_deduplicator.skip_re = re.compile(f"^({'|'.join(RAY_PARAGRAPHS)})")
-    streams = [
-        stream for stream in (sys.stdout, sys.stderr) if stream is not None
-    ]  # None: the shell closed it
+    # A stream is None if the shell has closed it.
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
     if os.environ.get("NO_COLOR") or not all(stream.isatty() for stream in streams):
         # Ray reads this variable whenever it prints a line of a worker. Without it, lines in a file
         # have colours, too.
@@ -151,9 +149,8 @@ def _probe(address: str) -> None:
         )
         raise TimeoutError(problem) from None
     if probe.returncode:
-        raise ConnectionError(probe.stderr.strip().rpartition("\n")[2]) from RuntimeError(
-            probe.stderr
-        )
+        last_line = probe.stderr.strip().rpartition("\n")[2]
+        raise ConnectionError(last_line) from RuntimeError(probe.stderr)
 
 
 def _refusal(address: str, error: Exception) -> str:
@@ -198,14 +195,16 @@ def _start_local_ray(**options: Any) -> None:
 def raise_if_ray_died() -> None:
     """Raise RayDiedError if a part of the Ray that this process started has ended. This costs a few
     microseconds."""
-    node: Any = ray_worker._global_node
-    for kind, process in node.dead_processes() if node is not None else ():
-        if kind in PARTS:
-            code, log = process.returncode, node.get_logs_dir_path()
-            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-            raise RayDiedError(
-                f"Ray's {PARTS[kind]} (pid {process.pid}) died: {how}; its log: {log}"
-            )
+    node = ray_worker._global_node
+    if node is None:
+        return
+    for kind, process in node.dead_processes():
+        if kind not in PARTS:
+            continue
+        code = process.returncode
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        log = node.get_logs_dir_path()
+        raise RayDiedError(f"Ray's {PARTS[kind]} (pid {process.pid}) died: {how}; its log: {log}")
 
 
 # Its private folder
@@ -214,9 +213,10 @@ def raise_if_ray_died() -> None:
 def private_folder() -> AbstractContextManager[Path]:
     """A new folder, removed after the block. Folders that killed drivers of this user have left are
     removed first."""
-    root, pattern = _private_root(), "[!.]*"
-    for left in left_behind(root.glob(pattern)):
-        _end_ray_in(left)
+    root = _private_root()
+    pattern = "[!.]*"
+    for folder in left_behind(root.glob(pattern)):
+        _end_ray_in(folder)
     return owned_folder(root, "", pattern)
 
 
@@ -251,8 +251,9 @@ def _end_ray_in(folder: Path) -> None:
         with suppress(psutil.Error):  # it has ended, or belongs to another user
             titles = ("ray::", PREFIX)
             is_ray = any(word.startswith(titles) or "/ray/" in word for word in process.cmdline())
-            if is_ray and any(
-                Path(file.path).is_relative_to(folder) for file in process.open_files()
-            ):
+            if not is_ray:  # listing open files takes longer than reading the command line
+                continue
+            paths = [Path(file.path) for file in process.open_files()]
+            if any(path.is_relative_to(folder) for path in paths):
                 process.kill()
                 process.wait(timeout=5.0)

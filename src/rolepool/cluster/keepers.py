@@ -10,16 +10,18 @@ without the marker, the others do not count.
 import os
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from rolepool.cluster.launch import live_nodes, outcomes, pinned_to
+from rolepool.cluster.answers import ActorHandle, Answer, outcomes
+from rolepool.cluster.calls import Argument, PackedReply, Value
+from rolepool.cluster.nodes import live_nodes, pinned_to
 from rolepool.errors import logger, one_line
 from rolepool.files import owned_folder, write_atomically
 from rolepool.placement.estimate import SHARED_MEMORY
@@ -28,12 +30,16 @@ from rolepool.protocol.futures import CallFuture
 PREFIX = "rolepool-"
 CHUNK_BYTES = 64 * 2**20
 """How much of a file is sent at once."""
-POLL_S, WRITE_TIMEOUT_S = 0.1, 60.0
+POLL_S = 0.1
+WRITE_TIMEOUT_S = 60.0
+"""The time in which a GPU must have written the files of a rank."""
 ANSWER_TIMEOUT_S = 600.0
 """The time in which a keeper must answer, also if it copies a large snapshot."""
 
 Files = Sequence[Path]
 """The files of a rank. The last one is the marker."""
+Answers = dict[str, Value]
+"""What the keeper of each node answers."""
 NumberOf = Callable[[Sequence[Path]], int | None]
 """The number of the snapshot in a rank's files; None if they are not complete."""
 
@@ -75,7 +81,11 @@ class Keeper:
             return file.read(CHUNK_BYTES)
 
     def fetch(
-        self, number: int, ranks: Sequence[Files], sources: Sequence[Any], *written: Any
+        self,
+        number: int,
+        ranks: Sequence[Files],
+        sources: Sequence[ActorHandle],
+        *written: PackedReply,
     ) -> bool:
         """Copy the files of ranks that are not here from a keeper that has them. Returns whether
         all are here now.
@@ -83,35 +93,46 @@ class Keeper:
         If `written` are the replies of ranks, a GPU may still write to the files, and this waits
         for it.
         """
-        deadline = time.monotonic() + (WRITE_TIMEOUT_S if written else 0)
+        # Only files that are written now are awaited.
+        wait_s = WRITE_TIMEOUT_S if written else 0
+        deadline = time.monotonic() + wait_s
         for files, source in product(ranks, sources):
             with suppress(RayError):  # the source has died
-                while (
-                    found := ray.get(source.number_of.remote(files))
-                ) is None and time.monotonic() < deadline:
-                    time.sleep(POLL_S)
-                if found == number and self.number_of(files) != number:  # type: ignore[operator]
+                number_there = self._await_number(files, source, deadline)
+                if number_there == number and self.number_of(files) != number:  # type: ignore[operator]
                     self._copy(number, files, source)
         return all(self.number_of(files) == number for files in ranks)  # type: ignore[operator]
 
-    def _copy(self, number: int, files: Files, source: Any) -> None:
+    @staticmethod
+    def _await_number(files: Files, source: ActorHandle, deadline: float) -> int | None:
+        """The number of the snapshot that a keeper has in these files, as soon as they are
+        complete; None if they are not in time."""
+        while True:
+            number: int | None = ray.get(source.number_of.remote(files))
+            if number is not None or time.monotonic() >= deadline:
+                return number
+            time.sleep(POLL_S)
+
+    def _copy(self, number: int, files: Files, source: ActorHandle) -> None:
         *others, marker = files
         for parent in reversed(marker.parents[:-1]):
             (self.folder / parent).mkdir(exist_ok=True)
         (self.folder / marker).unlink(missing_ok=True)
         for path in others:
-            (self.folder / path).touch()
-            with (self.folder / path).open(
-                "r+b"
-            ) as file:  # overwrites its memory, because new pages take longer
-                while chunk := ray.get(source.read.remote(path, file.tell())):
-                    file.write(chunk)
-                file.truncate()
+            self._copy_file(path, source)
         text: bytes = ray.get(source.read.remote(marker, 0))
-        if (
-            ray.get(source.number_of.remote(files)) == number
-        ):  # otherwise its ranks have begun to write the next one
+        # With another number, the ranks have begun to write the next snapshot.
+        if ray.get(source.number_of.remote(files)) == number:
             write_atomically(self.folder / marker, [text.decode()])
+
+    def _copy_file(self, path: Path, source: ActorHandle) -> None:
+        target = self.folder / path
+        target.touch()
+        # This overwrites the file's memory, because new pages take longer.
+        with target.open("r+b") as file:
+            while chunk := ray.get(source.read.remote(path, file.tell())):
+                file.write(chunk)
+            file.truncate()
 
     def remove(self, place: str) -> None:
         shutil.rmtree(self.folder / place, ignore_errors=True)
@@ -129,19 +150,23 @@ class Keepers:
     def __init__(self, number_of: NumberOf, nodes: Collection[str]) -> None:
         """Start them. This does not wait until they have started."""
         self._number_of = number_of
-        is_alone = (
-            set(nodes) == {ray.get_runtime_context().get_node_id()} and len(live_nodes()) == 1
-        )
-        self._here = Keeper(number_of) if is_alone else None
-        self._actors = {node: self._start(node) for node in nodes if self._here is None}
+        self._here: Keeper | None = None
+        """The driver itself as the keeper; None if there are other nodes."""
+        self._actors: dict[str, ActorHandle] = {}
+        """The keeper of each node."""
         self._failing = set[str]()
         """The nodes about which there was a warning, and whose keepers have not answered since."""
+        driver_node = ray.get_runtime_context().get_node_id()
+        is_alone = set(nodes) == {driver_node} and len(live_nodes()) == 1
+        if is_alone:
+            self._here = Keeper(number_of)
+        else:
+            self._actors = {node: self._start(node) for node in nodes}
 
-    def _start(self, node: str) -> Any:
+    def _start(self, node: str) -> ActorHandle:
         actor_class = ray.remote(concurrency_groups={"serve": 2})(Keeper)  # type: ignore[call-overload]
-        return actor_class.options(num_cpus=0, scheduling_strategy=pinned_to(node)).remote(
-            self._number_of
-        )
+        with_options = actor_class.options(num_cpus=0, scheduling_strategy=pinned_to(node))
+        return with_options.remote(self._number_of)
 
     def where(self, nodes: Collection[str]) -> dict[str, tuple[Path, int]]:
         """The folder on each node, and the bytes that are free there.
@@ -153,12 +178,20 @@ class Keepers:
     def copy(self, number: int, ranks: Sequence[tuple[Files, str]], written: CallFuture) -> None:
         """When the ranks of a role have written their files, copy them to another node. `ranks` has
         the node, too."""
-        replies = [reply for call in written.calls for reply, _ in call.objects]
+        files_on: dict[str, list[Files]] = defaultdict(list)
+        for files, node in ranks:
+            files_on[node].append(files)
+        # The keeper that copies gets the replies as arguments, so it starts when all are there.
+        replies: list[Answer] = []
+        for call in written.calls:
+            replies += [reply for reply, _ in call.objects]
+        # Each node has its second copy on the next one of the ring.
         ring = list(self._actors)
-        for node, following in zip(ring, ring[1:] + ring[:1], strict=True):
-            files = [files for files, there in ranks if there == node]
-            if files and following != node:
-                self._actors[following].fetch.remote(number, files, [self._actors[node]], *replies)
+        following_nodes = ring[1:] + ring[:1]
+        for node, following in zip(ring, following_nodes, strict=True):
+            if files_on[node] and following != node:
+                keeper = self._actors[following]
+                keeper.fetch.remote(number, files_on[node], [self._actors[node]], *replies)
 
     def gather(self, number: int, ranks: Sequence[Files], nodes: Collection[str]) -> bool:
         """Copy to each of these nodes what it does not have of a role's snapshot. Returns whether
@@ -175,37 +208,39 @@ class Keepers:
         self._ask(list(self._actors), "close")
         self._actors.clear()  # Ray ends an actor to which nobody has a reference
 
-    def _ask(self, nodes: Collection[str], method: str, *args: Any) -> dict[str, Any]:
+    def _ask(self, nodes: Collection[str], method: str, *args: Argument) -> Answers:
         """The answers of the keepers on these nodes. One that does not answer is replaced when it
         is asked again."""
-        answers = (
-            self._ask_actors(nodes, method, *args)
-            if self._here is None
-            else self._ask_here(nodes, method, *args)
-        )
-        good = {
-            node: answer for node, answer in answers.items() if not isinstance(answer, Exception)
-        }
-        for node in answers.keys() - good.keys():
+        if self._here is None:
+            answers = self._ask_actors(nodes, method, *args)
+        else:
+            answers = self._ask_here(self._here, nodes, method, *args)
+        good = {}
+        for node, answer in answers.items():
+            if not isinstance(answer, Exception):
+                good[node] = answer
+                continue
             if node not in self._failing:
-                logger.warning(
-                    "the snapshots on node %s are not used: %s", node, one_line(answers[node])
-                )
+                logger.warning("the snapshots on node %s are not used: %s", node, one_line(answer))
             self._actors.pop(node, None)
             self._failing.add(node)
         self._failing -= good.keys()
         return good
 
-    def _ask_here(self, nodes: Collection[str], method: str, *args: Any) -> dict[str, Any]:
+    def _ask_here(
+        self, keeper: Keeper, nodes: Collection[str], method: str, *args: Argument
+    ) -> Answers:
         try:
-            answer = getattr(self._here, method)(*args)
+            answer = getattr(keeper, method)(*args)
         except OSError as error:
             answer = error
         return dict.fromkeys(nodes, answer)
 
-    def _ask_actors(self, nodes: Collection[str], method: str, *args: Any) -> dict[str, Any]:
+    def _ask_actors(self, nodes: Collection[str], method: str, *args: Argument) -> Answers:
+        asked: dict[str, Answer] = {}
         for node in nodes:
             if node not in self._actors:
                 self._actors[node] = self._start(node)
-        asked = {node: getattr(self._actors[node], method).remote(*args) for node in nodes}
-        return dict(zip(asked, outcomes(asked.values(), ANSWER_TIMEOUT_S), strict=True))
+            asked[node] = getattr(self._actors[node], method).remote(*args)
+        answers = outcomes(asked.values(), ANSWER_TIMEOUT_S)
+        return dict(zip(asked, answers, strict=True))

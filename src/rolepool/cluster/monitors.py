@@ -13,11 +13,15 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError
 
+from rolepool.cluster.answers import ActorHandle, outcomes
 from rolepool.cluster.group import WorkerGroup
-from rolepool.cluster.launch import Process, outcomes, pinned_to
+from rolepool.cluster.launch import Process
+from rolepool.cluster.nodes import pinned_to
 from rolepool.errors import logger, one_line
 from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Watched
 
+Sample = dict[str, Any]
+"""A row of `rolepool.metrics.sampling`: numbers and names."""
 TAKE_TIMEOUT_S = 10.0
 """A monitor that does not answer in this time is not asked again."""
 
@@ -25,7 +29,7 @@ TAKE_TIMEOUT_S = 10.0
 class _Monitor(NamedTuple):
     """The monitor of a node, and how far the clock of the node is ahead of the driver's clock."""
 
-    actor: Any
+    actor: ActorHandle
     clock_ahead_s: float
 
 
@@ -49,25 +53,25 @@ class Monitors:
             if node_id in self._monitors:
                 self._monitors[node_id].actor.watch.remote(watched, roles)
                 continue
-            actor_class = ray.remote(NodeMonitor).options(
-                num_cpus=0, scheduling_strategy=pinned_to(node_id)
-            )
+            actor_class = ray.remote(NodeMonitor)
+            with_options = actor_class.options(num_cpus=0, scheduling_strategy=pinned_to(node_id))
             any_process = processes[0]  # address and clock are those of the node
-            actor: Any = actor_class.remote(any_process.address, watched, roles)
+            actor: ActorHandle = with_options.remote(any_process.address, watched, roles)
             self._monitors[node_id] = _Monitor(actor, any_process.clock_ahead_s)
             self._cleanup.callback(ray.kill, actor)
 
-    def take(self) -> list[dict[str, Any]]:
+    def take(self) -> list[Sample]:
         """The samples of all monitors since the last call, with times of the driver's clock. Within
         one interval, only the first call asks the monitors."""
         if time.monotonic() < self._due_s:
             return []
         self._due_s = time.monotonic() + INTERVAL_S
         monitors = list(self._monitors.items())
-        answers = outcomes(
-            [monitor.actor.take.remote() for _, monitor in monitors], timeout_s=TAKE_TIMEOUT_S
-        )
-        samples: list[dict[str, Any]] = []
+        asked: list[ray.ObjectRef[list[Sample]]] = []
+        for _, monitor in monitors:
+            asked.append(monitor.actor.take.remote())
+        answers = outcomes(asked, TAKE_TIMEOUT_S)
+        samples: list[Sample] = []
         for (node_id, monitor), answer in zip(monitors, answers, strict=True):
             if isinstance(answer, RayError):
                 logger.warning("node %s is not monitored any more: %s", node_id, one_line(answer))

@@ -13,7 +13,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rolepool.errors import PlacementError
 
@@ -33,7 +33,8 @@ class MpsDaemon:
         # Always in /tmp, not in the system's default folder, because the paths of sockets must be
         # short.
         folder = Path(tempfile.mkdtemp(prefix="rolepool-mps-", dir="/tmp"))
-        pipes, self._logs = folder / "pipe", folder / "log"
+        pipes = folder / "pipe"
+        self._logs = folder / "log"
         pipes.mkdir()
         self._logs.mkdir()
         self.environment = {
@@ -42,14 +43,12 @@ class MpsDaemon:
         }
         # The daemon must see every GPU: clients count the GPUs that it sees, and a worker has the
         # node's own numbers.
-        others = {
-            name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"
-        }
-        self._full_environment = others | self.environment
+        self._full_environment = os.environ | self.environment
+        self._full_environment.pop("CUDA_VISIBLE_DEVICES", None)
         watched, self._held = os.pipe()
-        keeper = ["sh", str(Path(__file__).with_name("mps_keeper.sh")), str(folder)]
+        script = Path(__file__).with_name("mps_keeper.sh")
         subprocess.run(
-            keeper,
+            ["sh", str(script), str(folder)],
             stdin=watched,
             env=self._full_environment,
             start_new_session=True,
@@ -84,24 +83,27 @@ class MpsDaemon:
         """The answer to a command; None if it fails. Read from a file, because the daemon may keep
         a pipe open."""
         output = self._logs / "output"
-        settings: dict[str, Any] = {
-            "env": self._full_environment,
-            "timeout": ASK_TIMEOUT_S,
-            "check": True,
-        }
         with output.open("w") as file, suppress(subprocess.SubprocessError):
-            text = f"{command}\n".encode()
             subprocess.run(
-                [CONTROL, *options], input=text, stdout=file, stderr=subprocess.STDOUT, **settings
+                [CONTROL, *options],
+                input=f"{command}\n".encode(),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=self._full_environment,
+                timeout=ASK_TIMEOUT_S,
+                check=True,
             )
             return output.read_text().strip()
         return None
 
     def _last_log_line(self) -> str:
         """The last line of the first log that is not empty."""
-        logs = [self._logs / name for name in ("server.log", "control.log", "output")]
-        texts = [log.read_text(errors="replace").strip() for log in logs if log.exists()]
-        return next((text.splitlines()[-1] for text in texts if text), "nothing")
+        for name in ("server.log", "control.log", "output"):
+            log = self._logs / name
+            text = log.read_text(errors="replace").strip() if log.exists() else ""
+            if text:
+                return text.splitlines()[-1]
+        return "nothing"
 
 
 def _refuse(what: str) -> NoReturn:

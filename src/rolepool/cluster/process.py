@@ -1,7 +1,7 @@
 """The worker process: one Ray actor per slot of a pool, hosting all roles of that pool.
 
-Owns the process: its rank, device, process group, seeds, and what it prints. It runs one call after
-another. Roles reach it as classes, so it does not know what they compute.
+Owns the process: its rank, device, process group and seeds. It runs one call after another. Roles
+reach it as classes, so it does not know what they compute.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import psutil
@@ -33,8 +33,14 @@ import torch.distributed as dist
 from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from rolepool.cluster.answers import Answer
 from rolepool.cluster.calls import (
     PER_DP_GROUP,
+    Args,
+    Argument,
+    Kwargs,
+    PackedReply,
+    Value,
     pack_reply,
     resolve_arguments,
     unpack_call,
@@ -42,6 +48,7 @@ from rolepool.cluster.calls import (
 )
 from rolepool.cluster.determinism import compute_deterministically
 from rolepool.cluster.mps import MpsDaemon
+from rolepool.cluster.output import LOG_FORMAT, write_output_to
 from rolepool.cluster.titles import keep_title, set_title
 from rolepool.config.functions import import_extensions, import_object
 from rolepool.errors import RolepoolError, WorkerError, logger
@@ -52,6 +59,7 @@ from rolepool.protocol import Dispatch, Worker, WorkerContext
 from rolepool.protocol import worker as workers
 from rolepool.protocol.columns import INPUT_IDS, flat_values, is_ragged, num_bytes
 from rolepool.protocol.data import DataProto, tensordict_to_batch
+from rolepool.protocol.encoding import Encoded
 from rolepool.protocol.futures import Reply, encode_result
 from rolepool.protocol.out_of_memory import explain_out_of_memory, is_out_of_memory
 from rolepool.protocol.part_times import PartTimes, part
@@ -59,21 +67,11 @@ from rolepool.protocol.random_state import random_state, set_random_state
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
-HTTP_LIBRARIES = (
-    "aiohttp",
-    "anthropic",
-    "httpcore",
-    "httpcore2",
-    "httpx",
-    "httpx2",
-    "openai",
-    "requests",
-    "urllib3",
-)
-MAX_LINES = 50
-INTERVAL_S = 5.0
-"""So many lines of output are shown in each interval of this length."""
+
+
+Measured = TypeVar("Measured")
+Measure = Callable[[str], Measured]
+"""Gets the device of its process and may use collectives."""
 
 
 @dataclass
@@ -102,13 +100,12 @@ class WorkerProcess:
         keep_title()
         gc.freeze()  # modules stay, so nobody has to look through them for garbage
         self._folder = folder
-        with suppress(
-            OSError
-        ):  # files that the config names are checked on every node before they are read
+        # Files that the config names are checked on every node before they are read.
+        with suppress(OSError):
             os.chdir(folder)
         import_extensions(extensions)
         self._roles: dict[str, Worker] = {}
-        self._random_states: dict[str, Any] = {}
+        self._random_states: dict[str, Mapping[str, object]] = {}
         self._active_role = ""
         self._failed_roles: dict[str, WorkerError] = {}
         self._loop = asyncio.new_event_loop()
@@ -120,10 +117,14 @@ class WorkerProcess:
 
     def whereabouts(self) -> Whereabouts:
         gpus = tuple(int(gpu) for gpu in ray.get_gpu_ids())
-        memory = detect_gpu_memory() if gpus else None
-        node_id, pid = ray.get_runtime_context().get_node_id(), os.getpid()
+        pid = os.getpid()
         return Whereabouts(
-            self._address, pid, node_id, gpus, memory, f"/proc/{pid}/fd/{self._stack_file.fileno()}"
+            address=self._address,
+            pid=pid,
+            node_id=ray.get_runtime_context().get_node_id(),
+            gpus=gpus,
+            gpu_memory_bytes=detect_gpu_memory() if gpus else None,
+            stack_file=f"/proc/{pid}/fd/{self._stack_file.fileno()}",
         )
 
     @ray.method(concurrency_group="health")
@@ -136,25 +137,17 @@ class WorkerProcess:
         """The Python stack of each thread. It also answers while a call waits, for example in a
         collective."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        frames = sys._current_frames().items()
-        stacks = [
-            f"thread {names.get(ident)}:\n{''.join(traceback.format_stack(frame))}"
-            for ident, frame in frames
-        ]
+        stacks = []
+        for thread_id, frame in sys._current_frames().items():
+            stack = "".join(traceback.format_stack(frame))
+            stacks.append(f"thread {names.get(thread_id)}:\n{stack}")
         return "\n".join(stacks)
 
     @ray.method(concurrency_group="health")
     def limit_output(self, path: str) -> None:
         """From now on, write all that this process prints to this file, and show only some of it on
         the console."""
-        sys.stdout, sys.stderr = (
-            LimitedOutput(sys.stdout, Path(path)),
-            LimitedOutput(sys.stderr, Path(path)),
-        )
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler):
-                handler.setStream(sys.stderr)
-        _write_details_to(sys.stderr)
+        write_output_to(Path(path))
 
     @ray.method(concurrency_group="health")
     def why_missing(self, path: str) -> str | None:
@@ -194,37 +187,57 @@ class WorkerProcess:
             torch.set_num_threads(1)
         elif share < 1:
             torch.cuda.set_per_process_memory_fraction(share)
-        for name in ("rank", "world_size", "local_rank", "local_world_size"):
-            os.environ[name.upper()] = str(getattr(context, name))
+        os.environ.update(
+            RANK=str(context.rank),
+            WORLD_SIZE=str(context.world_size),
+            LOCAL_RANK=str(context.local_rank),
+            LOCAL_WORLD_SIZE=str(context.local_world_size),
+        )
         if context.rank:
             return None
-        # The store itself would listen on all addresses. Port 0 lets the system choose a free one.
+        self._store = self._open_store(context.world_size)
+        return self._address, self._store.port
+
+    def _open_store(self, world_size: int) -> TCPStore:
+        """A store that listens only on the address of this node. The store itself would listen on
+        all addresses."""
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        # Port 0 lets the system choose a free one.
         listener = socket.create_server((self._address, 0), family=family, backlog=socket.SOMAXCONN)
         port = listener.getsockname()[1]
-        options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
-        self._store = TCPStore(self._address, port, context.world_size, is_master=True, **options)
-        return self._address, port
+        return TCPStore(
+            self._address,
+            port,
+            world_size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
     def join_pool(self, master: tuple[str, int], secret: str, timeout_s: float) -> None:
         """Join the process group of the pool. All keys of its store begin with the secret, which
         other programs that can reach the store do not know."""
         address, port = master
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-        # Without this gloo uses the address of the host name, and NCCL any address that is not a
-        # loopback address.
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(one.address == self._address for one in addresses):
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-                if self._address == "127.0.0.1":
-                    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-        server = self._store or TCPStore(
-            address, port, is_master=False, timeout=timedelta(seconds=timeout_s)
-        )
+        self._choose_interface()
+        server = self._store
+        if server is None:
+            timeout = timedelta(seconds=timeout_s)
+            server = TCPStore(address, port, is_master=False, timeout=timeout)
         self._pool_store = PrefixStore(secret, server)
         if self._context.device != "cpu":
             torch.cuda.set_device(0)
         self._join(self._pool_store, self._context.rank, self._context.world_size)
+
+    def _choose_interface(self) -> None:
+        """Let gloo and NCCL use the interface with the address of this node. Otherwise gloo uses
+        the address of the host name, and NCCL any address that is not a loopback address."""
+        for name, addresses in psutil.net_if_addrs().items():
+            if all(entry.address != self._address for entry in addresses):
+                continue
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            if self._address == "127.0.0.1":
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
     def _join(self, store: Store, rank: int, world_size: int) -> None:
         backend = "gloo" if self._context.device == "cpu" else "cpu:gloo,cuda:nccl"
@@ -238,19 +251,19 @@ class WorkerProcess:
         assert self._store is not None
         return self._address, self._store.port
 
-    def measure(self, function: Callable[[str], Any]) -> Any:
+    def measure(self, function: Measure[Measured]) -> Measured:
         """Call a function with the device of this process. It may use the process group of the
         pool."""
         return function(self._context.device)
 
     def measure_together(
         self,
-        function: Callable[[str], Any],
+        function: Measure[Measured],
         host: tuple[str, int],
         secret: str,
         rank: int,
         world_size: int,
-    ) -> Any:
+    ) -> Measured:
         """The same with a process group of several pools, which exists only during the call. `host`
         has the store of its rank 0. No role may use the process group of the pool yet, because it
         is made again."""
@@ -273,10 +286,10 @@ class WorkerProcess:
         name: str,
         worker_class: type[Worker],
         dims: ParallelDims,
-        args: Any,
-        kwargs: Any,
+        args: Args,
+        kwargs: Kwargs,
         queued_s: float,
-    ) -> bytes | Reply:
+    ) -> PackedReply:
         """Construct a role. Its weights depend on the role's seed only, not on rank or pool."""
         start_s = time.time()
         context = replace(self._context, role=name, dims=dims)
@@ -286,10 +299,12 @@ class WorkerProcess:
             with workers.made_in(context, self._roles):
                 # In two steps, so that `less_memory` can be called if `__init__` runs out of
                 # memory.
-                worker = self._roles[name] = worker_class.__new__(worker_class, *args, **kwargs)
+                worker = worker_class.__new__(worker_class, *args, **kwargs)
+                self._roles[name] = worker
                 worker.__init__(*args, **kwargs)  # type: ignore[misc]
         except Exception as error:
-            failure = self._failed_roles[name] = self._explain(error, name, "__init__")
+            failure = self._explain(error, name, "__init__")
+            self._failed_roles[name] = failure
             self._roles.pop(name, None)
             raise failure from None
         self._reseed(name, context.seed)
@@ -305,15 +320,17 @@ class WorkerProcess:
 
     @ray.method(num_returns=2)
     def run(
-        self, packed: bytes, stored: Sequence[Any] = (), *direct: Any
-    ) -> tuple[bytes | Reply, Any]:
+        self,
+        packed: bytes,
+        stored: Sequence[Answer | None] = (),
+        *direct: PackedReply,
+    ) -> tuple[PackedReply, dict[str, Encoded] | None]:
         """Run a method of a role. The reply has its span and its result. The large columns of a
         batch are a second return value. Ray keeps it in this node's shared memory, even if this
         process dies, and the processes that need it fetch it from there."""
         start_s = time.time()
         call = unpack_call(packed)
-        on_gpu = self._context.device != "cpu"
-        if on_gpu:
+        if self._context.device != "cpu":
             torch.cuda.reset_peak_memory_stats()
         self._switch_random_state(call.role)
         share = None
@@ -329,7 +346,7 @@ class WorkerProcess:
                 result = method(*call.args, **call.kwargs)
                 if inspect.iscoroutine(result):
                     result = self._loop.run_until_complete(result)
-                handled = _handled((*call.args, *call.kwargs.values()), result)
+                amounts = amounts_of((*call.args, *call.kwargs.values()), result)
                 dispatch = getattr(method, workers.MARK).dispatch
                 if dispatch in PER_DP_GROUP and not worker.context.returns_result:
                     result = None
@@ -338,35 +355,48 @@ class WorkerProcess:
                 value, header, large = encode_result(result)
         except Exception as error:
             raise self._explain(error, call.role, call.method) from None
-        # On a GPU, the peaks since the call began; on a CPU, the current memory of the process.
-        if on_gpu:
-            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        else:
-            peak = reserved = int(os.pread(self._statm, 100, 0).split()[1]) * PAGE_BYTES
-        more = call.number, call.after, *handled, peak, times.added_up(), reserved
-        span = self._span(call.role, call.method, call.queued_s, start_s, *more)
+        peak_bytes, reserved_bytes = self._memory_bytes()
+        # Before the span ends, because this waits for the GPU.
+        parts = times.added_up()
+        span = self._span(call.role, call.method, call.queued_s, start_s)._replace(
+            call=call.number,
+            after=call.after,
+            num_rows=amounts.num_rows,
+            num_tokens=amounts.num_tokens,
+            num_bytes=amounts.num_bytes,
+            peak_memory_bytes=peak_bytes,
+            parts=parts,
+            reserved_memory_bytes=reserved_bytes,
+        )
         return pack_reply(Reply(span, value, header)), large
+
+    def _memory_bytes(self) -> tuple[int, int]:
+        """Allocated and reserved memory: on a GPU, the peaks since the call began; on a CPU, both
+        are the memory of the process now."""
+        if self._context.device != "cpu":
+            return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        # The file stays open, because opening it takes longer than reading it.
+        _, num_resident_pages, *_ = os.pread(self._statm, 100, 0).split()
+        num_bytes = int(num_resident_pages) * PAGE_BYTES
+        return num_bytes, num_bytes
 
     def _explain(self, error: Exception, role: str, method: str) -> WorkerError:
         """The error that the driver gets. It names role, method and process."""
         if isinstance(error, WorkerError):
             return error
-        context, pid = self._context, os.getpid()
-        who = (
-            f"{context.pool} rank {context.rank} ({role}.{method}, node {self._address}, pid {pid})"
-        )
+        context = self._context
+        pid = os.getpid()
+        method_and_place = f"{role}.{method}, node {self._address}, pid {pid}"
+        who = f"{context.pool} rank {context.rank} ({method_and_place})"
         if is_out_of_memory(error):
-            problems = explain_out_of_memory(
-                who, error, context.device, self._roles[role].less_memory(method)
-            )
+            remedies = self._roles[role].less_memory(method)
+            problems = explain_out_of_memory(who, error, context.device, remedies)
         elif isinstance(error, RolepoolError):  # the message says what the user can change
             problems = [*error.problems[:-1], f"{error.problems[-1]}; in {who}"]
         else:
             summary = "".join(traceback.format_exception_only(error)).strip()
-            problems = [
-                f"{who} failed: {summary}",
-                "".join(traceback.format_exception(error)).rstrip(),
-            ]
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            problems = [f"{who} failed: {summary}", trace]
         return WorkerError(
             problems,
             pool=context.pool,
@@ -387,19 +417,32 @@ class WorkerProcess:
             set_random_state(self._random_states[role])
         self._active_role = role
 
-    def _span(self, role: str, method: str, queued_s: float, start_s: float, *more: Any) -> Span:
-        """The span of a call that ends now. `more` are the fields that follow the device."""
+    def _span(self, role: str, method: str, queued_s: float, start_s: float) -> Span:
+        """The span of a call that ends now."""
         context = self._context
-        device = "cpu" if context.device == "cpu" else f"cuda:{ray.get_gpu_ids()[0]}"
-        times = queued_s, start_s, time.time()
-        return Span(context.pool, role, context.rank, method, *times, self._address, device, *more)
+        device = "cpu"
+        if context.device != "cpu":
+            device = f"cuda:{ray.get_gpu_ids()[0]}"
+        return Span(
+            pool=context.pool,
+            role=role,
+            rank=context.rank,
+            method=method,
+            queued_s=queued_s,
+            start_s=start_s,
+            end_s=time.time(),
+            node=self._address,
+            device=device,
+        )
 
 
 def _device_for(wanted: str) -> str:
     """The device of a process. With `auto` it is the GPU of the slot, or the CPU if this torch
     cannot use the GPU."""
-    if wanted == "cpu" or torch.cuda.is_available():
-        return "cpu" if wanted == "cpu" else "cuda"
+    if wanted == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
     if wanted == "cuda":
         fix = "install a CUDA build of torch, or set trainer.device=cpu"
         raise WorkerError(
@@ -411,90 +454,31 @@ def _device_for(wanted: str) -> str:
     return "cpu"
 
 
-def _handled(arguments: Sequence[Any], result: Any) -> tuple[int, int, int]:
-    """The numbers of rows, tokens and bytes that the span of a call records."""
-    given = [value for value in arguments if isinstance(value, DataProto)]
-    made = [result] if isinstance(result, DataProto) else []
-    tokens = [batch.batch.get(INPUT_IDS) for batch in (*made, *given) if batch.batch is not None]
-    num_rows = max(map(len, given), default=0)
-    num_tokens = next((flat_values(column).numel() for column in tokens if is_ragged(column)), 0)
-    return (
-        num_rows,
-        num_tokens,
-        sum(num_bytes(t) for one in given if one.batch is not None for t in one.batch.values()),
-    )
+class Amounts(NamedTuple):
+    """How much work a call did, as its span records it."""
+
+    num_rows: int
+    num_tokens: int
+    num_bytes: int
 
 
-class LimitedOutput:
-    """Replaces a text stream of this process. Ray shows on the driver's console what is written to
-    the stream. After `MAX_LINES` lines, the rest of an interval is only in the file. The first
-    output after the interval tells how many lines that were."""
-
-    def __init__(self, stream: TextIO, path: Path) -> None:
-        self._stream, self._path = stream, path
-        self._file: TextIO | None = None
-        self._num_lines, self._since_s = 0, time.monotonic()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write_to_file(self, text: str) -> None:
-        """Write to the file and not to the console."""
-        with suppress(OSError):  # the code that prints must not fail on a full disk
-            if self._file is None:  # a process that prints nothing needs no file
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("a", buffering=1, encoding="utf-8", errors="replace")
-            self._file.write(text)
-
-    def write(self, text: str) -> int:
-        self.write_to_file(text)
-        self._end_interval()
-        for line in text.splitlines(keepends=True):
-            if self._num_lines < MAX_LINES:
-                self._stream.write(line)
-            self._num_lines += line.endswith(("\n", "\r"))
-        return len(text)
-
-    def flush(self) -> None:
-        self._end_interval()
-        self._stream.flush()
-
-    def _end_interval(self) -> None:
-        """If the interval is over, begin the next one."""
-        if time.monotonic() > self._since_s + INTERVAL_S:
-            if (num_hidden := self._num_lines - MAX_LINES) > 0:
-                self._stream.write(
-                    f"... {num_hidden} more lines are not shown here; all lines are in {self._path}\n"
-                )
-            self._num_lines, self._since_s = 0, time.monotonic()
+def amounts_of(arguments: Sequence[Argument], result: Value) -> Amounts:
+    """The rows and bytes of the batches among the arguments. Tokens are those of the result, or of
+    the first batch that has tokens."""
+    inputs = [value for value in arguments if isinstance(value, DataProto)]
+    num_rows = max(map(len, inputs), default=0)
+    total_bytes = 0
+    for batch in inputs:
+        if batch.batch is not None:
+            total_bytes += sum(num_bytes(column) for column in batch.batch.values())
+    batches = [result, *inputs] if isinstance(result, DataProto) else inputs
+    return Amounts(num_rows, _num_tokens(batches), total_bytes)
 
 
-class _Details(logging.Handler):
-    """Writes log records that are not for the console to the file of the process."""
-
-    def __init__(self, output: LimitedOutput) -> None:
-        super().__init__()
-        self._output = output
-        self.setFormatter(logging.Formatter(LOG_FORMAT))
-        self.addFilter(_is_detail)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._output.write_to_file(f"{self.format(record)}\n")
-
-
-def _is_detail(record: logging.LogRecord) -> bool:
-    """Whether a log record is of use only if somebody looks for a cause. Libraries for HTTP write
-    one for each request, such as those of a reward function that asks a server."""
-    is_of_requests = record.name.partition(".")[0] in HTTP_LIBRARIES
-    lowest_shown = logging.WARNING if is_of_requests else logging.INFO
-    return record.levelno < lowest_shown
-
-
-def _write_details_to(output: LimitedOutput) -> None:
-    """Write details, such as rolepool's log records below INFO, to the file of this output, and not
-    to the console."""
-    root = logging.getLogger()
-    for handler in root.handlers:
-        handler.addFilter(lambda record: not _is_detail(record))
-    root.addHandler(_Details(output))
-    logger.setLevel(logging.DEBUG)
+def _num_tokens(batches: Sequence[DataProto]) -> int:
+    """The tokens of the first batch that has ragged ones; 0 if there is none."""
+    for batch in batches:
+        column = None if batch.batch is None else batch.batch.get(INPUT_IDS)
+        if is_ragged(column):
+            return flat_values(column).numel()
+    return 0

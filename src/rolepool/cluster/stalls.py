@@ -18,7 +18,9 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from rolepool.cluster.launch import Process, outcomes, pinned_to
+from rolepool.cluster.answers import outcomes
+from rolepool.cluster.launch import Process
+from rolepool.cluster.nodes import pinned_to
 
 STOPPED = "is stopped"
 SILENT = "does not answer"

@@ -8,18 +8,20 @@ becomes a role in it. So all groups of a pool share its processes, like the clas
 
 import atexit
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+from rolepool.cluster.calls import Argument, Value
 from rolepool.cluster.cluster import Cluster, live_inventory
 from rolepool.cluster.connection import connect
-from rolepool.cluster.group import RoleProxy, WorkerGroup
-from rolepool.cluster.launch import live_nodes
+from rolepool.cluster.group import WorkerGroup
+from rolepool.cluster.nodes import live_nodes
+from rolepool.cluster.proxy import RoleProxy
 from rolepool.errors import DataError
 from rolepool.placement.parallel import ParallelDims
 from rolepool.placement.plan import ResourcePoolManager, place
+from rolepool.protocol import Worker
 
 _started: dict[tuple[str, str], dict[str, Sequence[int]]] = {}
 """The pools of this program, by the id of the node that it runs on and the device."""
@@ -45,13 +47,19 @@ class RayResourcePool:
         """The processes. They start when this is first read, on slots that no earlier pool of the
         program has."""
         device = "auto" if self.use_gpu else "cpu"
-        atexit.register(connect(None, max(os.cpu_count() or 1, self.world_size + 1), device))
-        pools = _started.setdefault((live_nodes()[0].node_id, device), {})
-        name = f"{self.name_prefix or 'pool'}_{len(pools) + 1}"
-        manager = ResourcePoolManager({**pools, name: self.process_on_nodes}, {})
+        # One CPU more than processes, as for every cluster of the driver's own.
+        num_cpus = max(os.cpu_count() or 1, self.world_size + 1)
+        atexit.register(connect(None, num_cpus, device))
+        driver_node_id = live_nodes()[0].node_id
+        earlier_pools = _started.setdefault((driver_node_id, device), {})
+        name = f"{self.name_prefix or 'pool'}_{len(earlier_pools) + 1}"
+        # The plan has the earlier pools, too, so that this one gets other slots.
+        pools = {**earlier_pools, name: self.process_on_nodes}
+        manager = ResourcePoolManager(pools, {})
         plan = place(manager, live_inventory(None, device), device=device)
-        cluster = Cluster(plan.model_copy(update={"pools": {name: plan.pools[name]}}))
-        pools[name] = self.process_on_nodes
+        own_pool = {name: plan.pools[name]}
+        cluster = Cluster(plan.model_copy(update={"pools": own_pool}))
+        earlier_pools[name] = self.process_on_nodes
         return cluster.groups[name]
 
 
@@ -59,9 +67,10 @@ class RayClassWithInitArgs:
     """A worker class, which may be decorated with `ray.remote`, and the arguments of its
     constructor."""
 
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
-        self.cls = getattr(cls, "__ray_actor_class__", cls)
-        self.args, self.kwargs = args, kwargs
+    def __init__(self, cls: type[Worker], *args: Argument, **kwargs: Argument) -> None:
+        self.cls: type[Worker] = getattr(cls, "__ray_actor_class__", cls)
+        self.args = args
+        self.kwargs = kwargs
 
 
 def create_colocated_worker_cls(
@@ -93,28 +102,35 @@ class RayWorkerGroup:
             raise DataError(
                 f"resource_pool is a {type(resource_pool).__name__}; write RayResourcePool([2])"
             )
-        made, group = ray_cls_with_init, resource_pool.group
-        classes = (
-            {name_prefix or made.cls.__name__: made}
-            if isinstance(made, RayClassWithInitArgs)
-            else made
-        )
+        group = resource_pool.group
+        classes: Mapping[str, RayClassWithInitArgs]
+        if isinstance(ray_cls_with_init, RayClassWithInitArgs):
+            name = name_prefix or ray_cls_with_init.cls.__name__
+            classes = {name: ray_cls_with_init}
+        else:
+            classes = ray_cls_with_init
         self.world_size = resource_pool.world_size
         dims = ParallelDims.over(self.world_size, tp=tensor_parallel)
         self._proxies: dict[str, RoleProxy] = {}
-        for name, one in classes.items():
-            role = f"{name}_{len(group.roles) + 1}" if name in group.roles else name
-            proxy = group.add_role(role, one.cls, *one.args, dims=dims, **one.kwargs)
-            self._proxies[name] = proxy
+        for name, of_class in classes.items():
+            role = name
+            if role in group.roles:  # an earlier group of this pool has such a class, too
+                role = f"{name}_{len(group.roles) + 1}"
+            self._proxies[name] = group.add_role(
+                role, of_class.cls, *of_class.args, dims=dims, **of_class.kwargs
+            )
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RoleProxy]:
         """The groups of these classes of `create_colocated_worker_cls`."""
         return {name: self._proxies[name] for name in prefix_set}
 
-    def __getattr__(self, name: str) -> Any:
-        proxies = self.__dict__.get("_proxies", {})
+    def __getattr__(self, name: str) -> Callable[..., Value]:
+        # Not `self._proxies`, which would call this method again as long as there are none.
+        proxies: Mapping[str, RoleProxy] = self.__dict__.get("_proxies", {})
         if len(proxies) != 1:
             raise AttributeError(
                 f"{name}: the group has the classes {list(proxies)}; call spawn(), and use its result"
             )
-        return getattr(next(iter(proxies.values())), name)
+        (proxy,) = proxies.values()
+        method: Callable[..., Value] = getattr(proxy, name)
+        return method

@@ -2,8 +2,8 @@
 
 It writes what runs now to `state.json`, for other programs such as `rolepool watch`. It also owns
 when a call counts as stalled, the line and the file about it, and what happens then, and it looks
-for deaths in pools that the run does not wait for. How a process
-is examined is the business of `rolepool.cluster.stalls`.
+for deaths in pools that the run does not wait for. How a process is examined is the business of
+`rolepool.cluster.stalls`.
 """
 
 import json
@@ -16,7 +16,8 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 
-from rolepool.cluster.group import PendingCall, WorkerGroup
+from rolepool.cluster.group import WorkerGroup
+from rolepool.cluster.pending import PendingCall
 from rolepool.cluster.stalls import BY_URGENCY, RETURNS_LATE, Examined, examine, kill_process
 from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import first_few
@@ -195,10 +196,7 @@ def calls_so_far(group: WorkerGroup) -> Iterator[PendingCall]:
         # No objects: the call is being made in another thread, and not all messages are sent.
         if call is None or not call.all_objects:
             continue
-        is_waiting = call.end_s is None and not all(
-            source.has_ended(within_s=0) for source in call.sources
-        )
-        if is_waiting:
+        if call.end_s is None and _waits_for_inputs(call):
             return
         call.start_s = call.start_s or time.time()
         if call.end_s is None and call.has_ended(within_s=0):
@@ -206,6 +204,10 @@ def calls_so_far(group: WorkerGroup) -> Iterator[PendingCall]:
         yield call
         if call.end_s is None:
             return
+
+
+def _waits_for_inputs(call: PendingCall) -> bool:
+    return not all(source.has_ended(within_s=0) for source in call.sources)
 
 
 def _causes(working: Sequence[Examined]) -> list[Examined]:

@@ -104,7 +104,7 @@ class RoleSpec:
     name: str
     worker: str
     """Its worker class as `module:Class`. It is imported when roles are built, and called with a
-    `Config` and a `rolepool.roles.model_role.Setup`."""
+    `Config` and its `setup_type` (`rolepool.roles.setups`)."""
     section: str
     """The section with the keys of its own work, such as the mini-batch size of a role that is
     trained."""

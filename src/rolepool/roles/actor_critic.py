@@ -25,7 +25,9 @@ from rolepool.models.weights import WeightSource, WeightSpec
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.columns import MASKED_TOKENS, RESPONSE_MASK, TOKENS, flat_values
-from rolepool.roles.model_role import ModelRole, Setup, TrainedRole
+from rolepool.roles.model_role import ModelRole
+from rolepool.roles.setups import ActorSetup, Setup, TrainingSetup
+from rolepool.roles.trained_role import TrainedRole
 from rolepool.weights.channels import packed
 from rolepool.weights.digests import Digests
 from rolepool.weights.receipts import Receipt
@@ -39,9 +41,10 @@ class Actor(TrainedRole):
     weights."""
 
     role = Role.Actor
+    setup_type = ActorSetup
     keys: ActorConfig
 
-    def __init__(self, config: Config, setup: Setup) -> None:
+    def __init__(self, config: Config, setup: ActorSetup) -> None:
         super().__init__(config, setup)
         self.policy_loss = setup.policy_loss
         model = load_policy(
@@ -80,14 +83,15 @@ class Actor(TrainedRole):
         log-probs."""
         keys = self.config.actor_rollout_ref.rollout
         limit = keys.parity_limit or parity.LIMITS["cpu" if self.device == "cpu" else "cuda"]
-        theirs, ours = (
-            flat_values(rollouts.batch["rollout_log_probs"]),
-            flat_values(computed.batch["old_log_probs"]),
-        )
+        theirs = flat_values(rollouts.batch["rollout_log_probs"])
+        ours = flat_values(computed.batch["old_log_probs"])
         if RESPONSE_MASK in rollouts.batch:
+            # What an environment wrote was not sampled, so the engine has no log-probs of it.
             is_sampled = flat_values(rollouts.batch[RESPONSE_MASK])
-            theirs, ours = theirs[is_sampled], ours[is_sampled]
-        theirs, ours = theirs[: parity.NUM_TOKENS], ours[: parity.NUM_TOKENS]
+            theirs = theirs[is_sampled]
+            ours = ours[is_sampled]
+        theirs = theirs[: parity.NUM_TOKENS]
+        ours = ours[: parity.NUM_TOKENS]
         if not len(ours):
             return
         error = parity.logit_error(theirs, ours, keys.temperature)
@@ -109,24 +113,28 @@ class Actor(TrainedRole):
     def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         """One epoch of updates."""
         metrics = self.update(data, ends_step)
-        return (
-            {**metrics, "actor/kl_coef": self.keys.kl_loss_coef}
-            if self.keys.use_kl_loss
-            else metrics
-        )
+        if self.keys.use_kl_loss:
+            metrics["actor/kl_coef"] = self.keys.kl_loss_coef
+        return metrics
 
     def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
-        keys, mask, mode = self.keys, columns["response_mask"], self.keys.loss_agg_mode
+        keys = self.keys
+        mask = columns["response_mask"]
+        mode = keys.loss_agg_mode
         new_log_probs, entropies = self.log_probs(rows)
         log_probs = rows.pad(new_log_probs)
-        inputs = {
-            "old_log_prob": columns["old_log_probs"],
-            "log_prob": log_probs,
-            "advantages": columns["advantages"],
-        }
-        ratios = keys.model_dump(include={"clip_ratio_low", "clip_ratio_high", "clip_ratio_c"})
-        settings = {"loss_agg_mode": mode, "config": keys, "counts": counts, **ratios}
-        loss, metrics = self.policy_loss(**inputs, response_mask=mask, **settings)
+        loss, metrics = self.policy_loss(
+            old_log_prob=columns["old_log_probs"],
+            log_prob=log_probs,
+            advantages=columns["advantages"],
+            response_mask=mask,
+            loss_agg_mode=mode,
+            config=keys,
+            counts=counts,
+            clip_ratio_low=keys.clip_ratio_low,
+            clip_ratio_high=keys.clip_ratio_high,
+            clip_ratio_c=keys.clip_ratio_c,
+        )
         metrics = {**metrics, "pg_loss": loss.detach()}
         if keys.entropy_coeff != 0:
             entropy = agg_loss(rows.pad(entropies), mask, mode, counts=counts)
@@ -172,7 +180,7 @@ class Critic(TrainedRole):
     role = Role.Critic
     keys: CriticConfig
 
-    def __init__(self, config: Config, setup: Setup) -> None:
+    def __init__(self, config: Config, setup: TrainingSetup) -> None:
         super().__init__(config, setup)
         model = load_critic(
             config, setup.dtype, packed=self.packed, reads_weights=setup.reads_weights
@@ -182,9 +190,11 @@ class Critic(TrainedRole):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
     def compute_values(self, data: DataProto) -> DataProto:
         """The value of the state before each response token."""
-        return self.in_micro_batches(
-            "compute_values", data, lambda rows: {"values": rows.ragged(self._values(rows))}
-        )
+
+        def score(rows: TokenRows) -> dict[str, Tensor]:
+            return {"values": rows.ragged(self._values(rows))}
+
+        return self.in_micro_batches("compute_values", data, score)
 
     def _values(self, rows: TokenRows) -> Tensor:
         return response_values(self.trained.model, rows, packed=self.packed)
@@ -199,18 +209,16 @@ class Critic(TrainedRole):
         return self.update(data, ends_step)
 
     def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
-        mask, clip, mode = (
-            columns["response_mask"],
-            self.keys.cliprange_value,
-            self.keys.loss_agg_mode,
-        )
-        predicted, returns, values = (
-            rows.pad(self._values(rows)),
+        mask = columns["response_mask"]
+        predicted = rows.pad(self._values(rows))
+        loss, clip_fraction = compute_value_loss(
+            predicted,
             columns["returns"],
             columns["values"],
-        )
-        loss, clip_fraction = compute_value_loss(
-            predicted, returns, values, mask, clip, mode, counts=counts
+            mask,
+            self.keys.cliprange_value,
+            self.keys.loss_agg_mode,
+            counts=counts,
         )
         mean = masked_sum(predicted.detach(), mask) / max(counts.num_tokens, 1)
         return loss, {"vf_loss": loss.detach(), "vf_clipfrac": clip_fraction, "vpred_mean": mean}

@@ -5,7 +5,7 @@ from its export. The engine that generates is the one that `actor_rollout_ref.ro
 one of rolepool's own, or a class of the user's.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -20,8 +20,9 @@ from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.part_times import part
 from rolepool.roles.actor_critic import Actor
-from rolepool.roles.model_role import ModelRole, Setup
+from rolepool.roles.model_role import ModelRole
 from rolepool.roles.rollout_columns import columns_of, rows_of, token_columns
+from rolepool.roles.setups import RolloutSetup
 from rolepool.rollout.conversations import conversations_of
 from rolepool.rollout.engine import ABILITIES, Engine, Request, Sampling
 from rolepool.rollout.environments import ROW_COLUMNS
@@ -33,28 +34,35 @@ from rolepool.weights.receipts import Delivery, Receipt
 Purpose = Literal["train", "validate", "baseline"]
 """What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of
 ReMax."""
+ENGINE_KEY = "actor_rollout_ref.rollout.name"
 PROMPT_COLUMNS = ("raw_prompt_ids", "uid", "sample_index")
 
 
 class Rollout(ModelRole):
     role = Role.Rollout
+    setup_type = RolloutSetup
     keys: RolloutConfig
 
-    def __init__(self, config: Config, setup: Setup) -> None:
+    def __init__(self, config: Config, setup: RolloutSetup) -> None:
         super().__init__(config, setup)
         self.stop_token_ids = setup.stop_token_ids
-        actor, shared_model = self.siblings.get(Role.Actor), None
+        actor = self.siblings.get(Role.Actor)
+        shared_model = None
         if isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu":
             shared_model = actor.trained.model
-        load = partial(load_policy, config, self.frozen_dtype, packed=False)
-        name, key = self.keys.engine, "actor_rollout_ref.rollout.name"
-        make = import_object(key, ENGINES.get(name, name))
+        name = self.keys.engine
+        make = import_object(ENGINE_KEY, ENGINES.get(name, name))
         self.engine: Engine = make(
-            config=config, context=self.context, load_model=load, shared_model=shared_model
+            config=config,
+            context=self.context,
+            load_model=partial(load_policy, config, self.frozen_dtype, packed=False),
+            shared_model=shared_model,
         )
-        for ability, loss in ABILITIES.items():
-            if ability not in getattr(self.engine, "abilities", ()) and self.rank == 0:
-                logger.warning("%s=%s has no %s: %s", key, name, ability, loss)
+        if self.rank == 0:
+            abilities = getattr(self.engine, "abilities", ())  # a user's class may not have it
+            for ability, loss in ABILITIES.items():
+                if ability not in abilities:
+                    logger.warning("%s=%s has no %s: %s", ENGINE_KEY, name, ability, loss)
         self._has_warned = False
         self.conversations = conversations_of(config)
         """What runs the environment; None if a response has one turn."""
@@ -64,7 +72,10 @@ class Rollout(ModelRole):
         """Wait at most so long for an engine that starts beside other roles. Returns what it still
         waits for; None if it can be used."""
         await_start = getattr(self.engine, "await_start", None)  # a user's class may not have it
-        return None if await_start is None else await_start(wait_s)
+        if await_start is None:
+            return None
+        waits_for: str | None = await_start(wait_s)
+        return waits_for
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
@@ -74,53 +85,67 @@ class Rollout(ModelRole):
     def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
         """A response to each prompt, or a conversation. It depends on weights, prompt and seed, not
         on the rank."""
-        keys = self.keys.val_kwargs if purpose == "validate" else self.keys
-        do_sample, ignore_eos = keys.do_sample and purpose != "baseline", self.keys.ignore_eos
-        max_new_tokens, stops = self.config.data.max_response_length, self.stop_token_ids
-        sampling = Sampling(
-            keys.temperature, keys.top_p, keys.top_k, do_sample, max_new_tokens, ignore_eos, stops
-        )
+        sampling = self._sampling(purpose)
         columns = prompts.non_tensor_batch
-        named = zip(columns["uid"], columns["sample_index"], strict=True)
-        seeds = [sample_seed(self.context.run_seed, uid, int(index)) for uid, index in named]
-        requests = [
-            Request(list(ids), seed)
-            for ids, seed in zip(columns["raw_prompt_ids"], seeds, strict=True)
-        ]
+        run_seed = self.context.run_seed
+        seeds = []
+        for uid, index in zip(columns["uid"], columns["sample_index"], strict=True):
+            seeds.append(sample_seed(run_seed, uid, int(index)))
+        requests = []
+        for token_ids, seed in zip(columns["raw_prompt_ids"], seeds, strict=True):
+            requests.append(Request(list(token_ids), seed))
         self.engine.wake()
         if self.conversations is None:
-            done = self.engine.generate(requests, sampling)
-            numbers = [(one.token_ids, one.log_probs, one.weights_version) for one in done]
-            made = token_columns(
-                [request.token_ids for request in requests], *zip(*numbers, strict=True)
-            )
+            generated = self._generate(requests, sampling)
         else:
-            made = columns_of(
-                self.conversations.run(self.engine, sampling, rows_of(prompts), seeds)
-            )
+            rows = rows_of(prompts)
+            generated = columns_of(self.conversations.run(self.engine, sampling, rows, seeds))
         if self.keys.free_cache_engine:
             self.engine.sleep()
         if not self.keys.checks_parity:
-            del made["weights_version"]
+            del generated["weights_version"]
             if not self.keys.calculate_log_probs:
-                del made["rollout_log_probs"]
-        return DataProto.from_dict(made)
+                del generated["rollout_log_probs"]
+        return DataProto.from_dict(generated)
+
+    def _sampling(self, purpose: Purpose) -> Sampling:
+        keys = self.keys.val_kwargs if purpose == "validate" else self.keys
+        return Sampling(
+            temperature=keys.temperature,
+            top_p=keys.top_p,
+            top_k=keys.top_k,
+            do_sample=keys.do_sample and purpose != "baseline",
+            max_new_tokens=self.config.data.max_response_length,
+            ignore_eos=self.keys.ignore_eos,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> dict[str, Tensor]:
+        """The columns of responses of one turn."""
+        completions = self.engine.generate(requests, sampling)
+        return token_columns(
+            prompts=[request.token_ids for request in requests],
+            responses=[completion.token_ids for completion in completions],
+            log_probs=[completion.log_probs for completion in completions],
+            versions=[completion.weights_version for completion in completions],
+        )
 
     def smaller(self, method: str) -> list[str]:
-        section, own = self.spec.section, []
+        section = self.spec.section
+        overrides = []
         num_sequences = self.config.rows_of_step // self.context.dims.dp
         num_at_once = min(self.keys.max_num_seqs, num_sequences)
         if method == "generate_sequences" and num_at_once > 1:
-            own.append(f"{section}.max_num_seqs={num_at_once // 2}")
+            overrides.append(f"{section}.max_num_seqs={num_at_once // 2}")
         num_parallel = 2 * self.context.dims.tp
         if self.context.local_world_size % num_parallel == 0:
-            own.append(f"{section}.tensor_model_parallel_size={num_parallel}")
-        return own
+            overrides.append(f"{section}.tensor_model_parallel_size={num_parallel}")
+        return overrides
 
     def less_memory_at_rest(self) -> list[str]:
-        return (
-            [] if self.keys.free_cache_engine else [f"{self.spec.section}.free_cache_engine=true"]
-        )
+        if self.keys.free_cache_engine:
+            return []
+        return [f"{self.spec.section}.free_cache_engine=true"]
 
     # Weights
 

@@ -34,24 +34,30 @@ def rows_of(prompts: DataProto) -> list[PromptRow]:
 
 def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
     """Trajectories as columns of a batch: tokens, which of them were sampled, scores and counts."""
-    tokens = [each.token_ids[: each.num_kept] for each in trajectories]
-    log_probs = [np.array(each.log_probs[: each.num_kept], np.float32) for each in trajectories]
+    responses = []
+    log_probs = []
+    for trajectory in trajectories:
+        num_kept = trajectory.num_kept
+        responses.append(trajectory.token_ids[:num_kept])
+        log_probs.append(np.array(trajectory.log_probs[:num_kept], np.float32))
     columns = token_columns(
-        prompts=[each.prompt_ids for each in trajectories],
-        responses=tokens,
+        prompts=[trajectory.prompt_ids for trajectory in trajectories],
+        responses=responses,
         log_probs=log_probs,
-        versions=[each.weights_version for each in trajectories],
+        versions=[trajectory.weights_version for trajectory in trajectories],
     )
     num_response = columns["num_response_tokens"]
     # Tokens that were not sampled have NaN as log-prob.
     all_log_probs = torch.from_numpy(np.concatenate(log_probs))
     columns["rollout_log_probs"] = ragged(all_log_probs.nan_to_num(), num_response)
     columns[RESPONSE_MASK] = ragged(~all_log_probs.isnan(), num_response)
-    scores = torch.cat([_score_of_each_token(each) for each in trajectories])
-    columns[TURN_SCORES] = ragged(scores, num_response)
-    columns[ENVIRONMENT_SCORE] = torch.tensor([_score_of(each) for each in trajectories])
-    for count in ("num_turns", "num_tool_calls", "num_tool_errors"):
-        columns[count] = torch.tensor([getattr(each, count) for each in trajectories])
+    token_scores = [_score_of_each_token(trajectory) for trajectory in trajectories]
+    columns[TURN_SCORES] = ragged(torch.cat(token_scores), num_response)
+    scores = [_score_of(trajectory) for trajectory in trajectories]
+    columns[ENVIRONMENT_SCORE] = torch.tensor(scores)
+    for name in ("num_turns", "num_tool_calls", "num_tool_errors"):
+        counts = [getattr(trajectory, name) for trajectory in trajectories]
+        columns[name] = torch.tensor(counts)
     return columns
 
 

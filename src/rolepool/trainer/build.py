@@ -31,7 +31,7 @@ from rolepool.models.loading import read_model_config
 from rolepool.placement import ParallelDims, Plan, Role
 from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.roles import ROLE_SPECS
-from rolepool.roles.model_role import Setup
+from rolepool.roles.setups import RunSetup
 from rolepool.trainer.step import Roles
 from rolepool.weights.channels import channel_of
 
@@ -88,15 +88,15 @@ def build_roles(
     stop_token_ids = stop_tokens_of(config, tokenizer)
     micro_batches = estimate_memory(config, plan, cluster.gpu_memory_bytes).micro_batches
     policy_loss = policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    setup = Setup(
-        num_steps,
-        dtype,
-        micro_batches,
-        stop_token_ids,
-        tokenizer.pad_token_id,
-        policy_loss,
-        reward,
-        reads_weights,
+    setup = RunSetup(
+        num_training_steps=num_steps,
+        dtype=dtype,
+        micro_batches=micro_batches,
+        stop_token_ids=stop_token_ids,
+        pad_token_id=tokenizer.pad_token_id,
+        policy_loss=policy_loss,
+        reward=reward,
+        reads_weights=reads_weights,
     )
     proxies: dict[Role, RoleProxy] = {}
     for role in _build_order(config):
@@ -112,7 +112,7 @@ def build_roles(
             continue
         worker_class = import_object(f"worker of role {role}", worker)
         proxies[role] = group.roles.get(name) or group.add_role(
-            name, worker_class, config, setup, dims=dims, blocking=False
+            name, worker_class, config, worker_class.setup_type.of(setup), dims=dims, blocking=False
         )
     for proxy in proxies.values():
         proxy.ready.get()

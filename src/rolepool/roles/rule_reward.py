@@ -1,0 +1,75 @@
+"""The reward of a Python function that scores texts, in CPU processes that belong to no pool."""
+
+import math
+
+import torch
+
+from rolepool.config import Config
+from rolepool.data import rewards
+from rolepool.data.reward_functions import load_reward_function
+from rolepool.data.reward_process import ScoringProcesses, calls_at_once
+from rolepool.data.tokenizer import load_tokenizer
+from rolepool.protocol import DataProto, Dispatch, Worker, register
+from rolepool.protocol.columns import (
+    ENVIRONMENT_SCORE,
+    TOKENS,
+    rows_of_responses,
+)
+from rolepool.roles.setups import RuleRewardSetup
+
+
+class RuleReward(Worker):
+    """Scores texts with a Python function."""
+
+    setup_type = RuleRewardSetup
+
+    def __init__(self, config: Config, setup: RuleRewardSetup) -> None:
+        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+        function_keys = config.custom_reward_function
+
+        def start(function: rewards.RewardFunction) -> ScoringProcesses:
+            num_at_once = calls_at_once(function, function_keys, self.rank, self.world_size)
+            return ScoringProcesses(function, function_keys, num_at_once)
+
+        self.reward = load_reward_function(config, setup.reward).in_processes(start)
+        self.keys = config.reward_model.reward_kwargs
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=(*TOKENS, *rewards.SCORED_COLUMNS, ENVIRONMENT_SCORE),
+    )
+    def compute_scores(self, data: DataProto) -> DataProto:
+        """The score of each response, and the other numbers and the answer that the function
+        returns. Rows that the environment has scored keep its score."""
+        of_environment = [math.nan] * len(data)
+        if ENVIRONMENT_SCORE in data.batch:
+            of_environment = data.batch[ENVIRONMENT_SCORE].tolist()
+        scored = [rewards.Scored(score, {}) for score in of_environment]
+        unscored_rows = [row for row, score in enumerate(of_environment) if math.isnan(score)]
+        if unscored_rows:
+            of_function = self._score(data[unscored_rows])
+            for row, scored_row in zip(unscored_rows, of_function, strict=True):
+                scored[row] = scored_row
+        scores = torch.tensor([row.score for row in scored], dtype=torch.float32)
+        # Not a column for each name, because all ranks must return the same columns, and rows may
+        # have other names.
+        columns = {
+            rewards.NUMBERS: [row.numbers for row in scored],
+            rewards.PRED: [row.pred for row in scored],
+        }
+        return DataProto.from_dict({"scores": scores}, non_tensors=columns)
+
+    def _score(self, data: DataProto) -> list[rewards.Scored]:
+        """What the function returns for each response, with the penalty for overlong responses."""
+        responses = rows_of_responses(data.batch)
+        texts = []
+        for tokens in responses:
+            texts.append(str(self.tokenizer.decode(tokens, skip_special_tokens=True)))
+        scored = rewards.score_batch(self.reward, data.non_tensor_batch, texts)
+        if not self.keys.overlong_buffer_cfg.enable:
+            return scored
+        penalized = []
+        for row, tokens in zip(scored, responses, strict=True):
+            penalized.append(rewards.with_overlong_penalty(row, len(tokens), self.keys))
+        return penalized
