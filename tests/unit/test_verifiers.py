@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_environments import HERE, demo, make_rollout, prompts, same, sampled
+from test_environments import HERE, make_rollout, prompts, same, sampled
 
 from rolepool.data.demo import Demo
 from rolepool.errors import ConfigError, RolepoolError
