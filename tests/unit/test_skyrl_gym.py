@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_environments import HERE, NUM_ROWS, demo, make_rollout, prompts, same, sampled
+from test_environments import HERE, NUM_ROWS, make_rollout, prompts, same, sampled
 
 from rolepool.data.demo import Demo
 from rolepool.errors import ConfigError, RolepoolError

@@ -20,7 +20,7 @@ vf: Any = pytest.importorskip("verifiers.v1", reason="the extra verifiers is not
 
 import httpx  # noqa: E402
 
-__all__ = ["Player", "Stories", "demo", "sampled"]
+__all__ = ["Player", "Stories", "sampled"]
 TURNS = f"{HERE}.multi_turn"
 ADAPTER = "rolepool.recipes.environments.verifiers_rollout"
 
