@@ -100,6 +100,7 @@ class TrainedRole(ModelRole):
             sums, memory_gb = self._sum_over_ranks(means)
         seconds = time.perf_counter() - start_s
         num_updates = int(columns["grad_norm"].isfinite().sum()) if taken else 0
+        learning_rate = self.trained.learning_rate  # that of these updates, not of the next ones
         if ends_step:
             self.trained.num_updates += 1
         if taken:
@@ -109,7 +110,7 @@ class TrainedRole(ModelRole):
             "updates": num_updates,
             "skipped_updates": len(taken) - num_updates,
             "empty_updates": len(batches) - len(taken),
-            "lr": self.trained.learning_rate,
+            "lr": learning_rate,
         }
         named = {f"{self.role}/{key}": value for key, value in metrics.items()}
         named["perf/cpu_memory_used_gb"] = memory_gb
