@@ -21,7 +21,7 @@ from skyrl_gym.tools import PythonCodeExecutorToolGroup  # noqa: E402
 
 from rolepool.recipes.environments.skyrl_gym_rollout import rollout_of  # noqa: E402
 
-__all__ = ["demo", "sampled"]
+__all__ = ["sampled"]
 TURNS = f"{HERE}.multi_turn"
 ADAPTER = "rolepool.recipes.environments.skyrl_gym_rollout"
 
