@@ -104,7 +104,7 @@ class Computed:
     """What one kind of code computes from a batch."""
 
     log_probs: Tensor
-    """Of all tokens of the responses, one response after another."""
+    """The log-probs of all response tokens, one response after another."""
     loss: float
     gradient: dict[str, Tensor]
 

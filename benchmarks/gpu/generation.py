@@ -148,10 +148,10 @@ class Result:
     case: str
     variant: str
     seconds: list[float]
-    """Of each round that counts."""
+    """The time of each round that is measured."""
     num_tokens: int = 0
     first_s: float = 0.0
-    """Of the round that warms up."""
+    """The time of the first round, which is a warm-up."""
     detail: str = ""
 
     @property

@@ -480,7 +480,7 @@ class Prepared:
 
     @property
     def planned_gib(self) -> float:
-        """Of all processes together."""
+        """The planned memory of all processes, added up."""
         return sum(
             memory.peak / GIB * self.plan.pools[name].world_size
             for name, memory in self.estimate.pools.items()

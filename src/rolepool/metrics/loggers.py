@@ -87,7 +87,7 @@ class TensorBoard:
 
 class WeightsAndBiases:
     COLUMNS = ("prompt", "response", "ground_truth", "score")
-    """Of a table. Other numbers may be missing in some samples."""
+    """The columns of a table. Samples may have other numbers, but not every sample has all of them."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         import wandb

@@ -55,7 +55,7 @@ class Cause(NamedTuple):
     began_s: float
     """When the span started to work."""
     position: int
-    """Of the span that it waited for."""
+    """The position of the span that this one waited for."""
     cause_s: float
     """When that one had ended."""
 

@@ -148,7 +148,7 @@ class Profile:
         self.num_helpers = self._count_helpers()
         """The processes of the rule reward."""
         self._measured: dict[tuple[str, str], list[MeasuredWork]] = defaultdict(list)
-        """Of each operation and part."""
+        """The measured work by operation and part."""
         self._hand_overs_s: dict[str, list[float]] = defaultdict(list)
         self._fetched_s = 0.0
         self._fetched_bytes = 0

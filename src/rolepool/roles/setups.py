@@ -6,8 +6,8 @@ A run knows all of it (`RunSetup`). The `setup_type` of a role's class has what 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import torch
 
@@ -34,17 +34,23 @@ class RunSetup:
     reads_weights: bool
 
 
+class PartOfRunSetup:
+    """Fields of `RunSetup`, under the same names."""
+
+    @classmethod
+    def of(cls, run: RunSetup) -> Self:
+        """The fields of this class, from what the run knows."""
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        return cls(**{name: getattr(run, name) for name in names})
+
+
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class Setup(PartOfRunSetup):
     """What every role with a model is told."""
 
     dtype: torch.dtype = torch.float32
     micro_batches: Mapping[str, MicroBatch] | None = None
     """The plan's micro-batches, by the name of the operation; None uses those that the keys set."""
-
-    @classmethod
-    def of(cls, run: RunSetup) -> Setup:
-        return Setup(dtype=run.dtype, micro_batches=run.micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,42 +62,15 @@ class TrainingSetup(Setup):
     """Whether the role reads its weights from the files of the model. If not, a saved state is
     loaded before its first call."""
 
-    @classmethod
-    def of(cls, run: RunSetup) -> TrainingSetup:
-        return TrainingSetup(
-            dtype=run.dtype,
-            micro_batches=run.micro_batches,
-            num_training_steps=run.num_training_steps,
-            reads_weights=run.reads_weights,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class ActorSetup(TrainingSetup):
     policy_loss: PolicyLoss = compute_policy_loss_vanilla
 
-    @classmethod
-    def of(cls, run: RunSetup) -> ActorSetup:
-        return ActorSetup(
-            dtype=run.dtype,
-            micro_batches=run.micro_batches,
-            num_training_steps=run.num_training_steps,
-            reads_weights=run.reads_weights,
-            policy_loss=run.policy_loss,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSetup(Setup):
     stop_token_ids: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, run: RunSetup) -> RolloutSetup:
-        return RolloutSetup(
-            dtype=run.dtype,
-            micro_batches=run.micro_batches,
-            stop_token_ids=run.stop_token_ids,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,23 +78,11 @@ class RewardModelSetup(Setup):
     pad_token_id: int = 0
     """The pad token of the policy."""
 
-    @classmethod
-    def of(cls, run: RunSetup) -> RewardModelSetup:
-        return RewardModelSetup(
-            dtype=run.dtype,
-            micro_batches=run.micro_batches,
-            pad_token_id=run.pad_token_id,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class RuleRewardSetup:
+class RuleRewardSetup(PartOfRunSetup):
     """What the role is told that scores texts with a Python function. It has no model."""
 
     reward: RewardFunction | None = None
     """The reward function that a Python program has given; None uses the one that the config
     names."""
-
-    @classmethod
-    def of(cls, run: RunSetup) -> RuleRewardSetup:
-        return RuleRewardSetup(reward=run.reward)

@@ -111,6 +111,9 @@ def build_roles(
         else:
             continue
         worker_class = import_object(f"worker of role {role}", worker)
+        if not hasattr(worker_class, "setup_type"):
+            fix = "derive it from rolepool.roles.model_role.ModelRole, or name a class of roles.setups"
+            raise ConfigError(f"worker of role {role}: {worker} has no setup_type; {fix}")
         proxies[role] = group.roles.get(name) or group.add_role(
             name, worker_class, config, worker_class.setup_type.of(setup), dims=dims, blocking=False
         )
