@@ -51,8 +51,11 @@ class WeightSource:
 
     @contextmanager
     def open(self, names: Iterable[str] | None = None) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """Some weights, or all of them, for the time of the block. Each is gathered when it is its
-        turn, so all ranks must read all of them. They may be the model's own tensors."""
+        """The weights with these names, or all weights. They can be read until the block ends.
+
+        A weight is gathered from the ranks when it is read, so every rank must read every weight.
+        The tensors may be the model's own.
+        """
         with self._placed.on_device() as model:
             wanted = None if names is None else list(names)
             weights = {} if wanted == [] else weights_of(model)
