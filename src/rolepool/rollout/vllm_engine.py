@@ -251,8 +251,11 @@ class VllmEngine(StreamedEngine):
         what vLLM sees there."""
         uuid = str(torch.cuda.get_device_properties(gpu).uuid)
         torch.cuda.synchronize()  # vLLM reads the memory, and does not wait for our copies
-        handles = {name: _handle_of(weight, uuid) for name, weight in weights.items()}
-        digests: dict[str, Any] = self.ask("update_by_handles", handles)
+        # torch keeps memory until each of its handles was opened and closed exactly once. The
+        # process opens it twice, for vLLM and for the digests, so it gets two handles.
+        for_vllm = {name: _handle_of(weight, uuid) for name, weight in weights.items()}
+        for_digests = {name: _handle_of(weight, uuid)[-1] for name, weight in weights.items()}
+        digests: dict[str, Any] = self.ask("update_by_handles", for_vllm, for_digests)
         return digests
 
     def sleep(self) -> None:

@@ -100,12 +100,15 @@ class Server:
         return received
 
     def update_by_handles(
-        self, weights: dict[str, tuple[str, list[int], dict[str, Any]]]
+        self,
+        weights: dict[str, tuple[str, list[int], dict[str, Any]]],
+        for_digests: dict[str, dict[str, Any]],
     ) -> dict[str, tuple[Any, ...]]:
         """The same with the dtype, the shape and the memory of each weight, for vLLM's interface
-        for CUDA IPC."""
+        for CUDA IPC. `for_digests` has further handles of the same memory, because each handle may
+        be opened once only."""
         # They stay open until vLLM has opened the same memory, so that it is mapped once.
-        received = {name: _opened(handle) for name, (_, _, handle) in weights.items()}
+        received = {name: _opened(handle) for name, handle in for_digests.items()}
         digests = _digests_of(received.items())
         dtypes, shapes, handles = map(list, zip(*weights.values(), strict=True))
         update = {
