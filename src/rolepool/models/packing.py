@@ -30,6 +30,7 @@ from rolepool.protocol.batching import IS_PADDING_KEY
 from rolepool.protocol.columns import (
     INPUT_IDS,
     NUM_PROMPT_TOKENS,
+    Ragged,
     lengths_of,
     offsets_of,
     ragged,
@@ -141,7 +142,7 @@ class TokenRows:
         padded = of_responses.new_zeros(num_rows * width)
         return padded.index_copy(0, places, of_responses).view(num_rows, width)
 
-    def ragged(self, of_responses: Tensor) -> Tensor:
+    def ragged(self, of_responses: Tensor) -> Ragged:
         """Values of response tokens as a ragged column."""
         return ragged(of_responses, self._on_device(self.num_response))
 

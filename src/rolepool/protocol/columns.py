@@ -34,8 +34,12 @@ from torch.nested._internal.nested_tensor import NestedTensor  # torch has no pu
 from rolepool.errors import DataError
 
 Arrays = dict[str, npt.NDArray[Any]]
+Column = Tensor | npt.NDArray[Any]
+"""A dense or ragged tensor, or an array."""
 Columns = dict[str, Any]
 """Tensors and arrays by key."""
+Ragged = NestedTensor
+"""A ragged column."""
 MetaInfo = dict[str, Any]
 """What a batch says about itself as a whole."""
 RowIndex = slice | Tensor
@@ -63,18 +67,18 @@ class RowIndexError(DataError, IndexError):
 # --- ragged columns -----------------------------------------------------------------------------------------------
 
 
-def is_ragged(column: object) -> TypeGuard[NestedTensor]:
+def is_ragged(column: object) -> TypeGuard[Ragged]:
     """Whether this is a ragged column. It is False for nested tensors that vary in another
     dimension."""
     return isinstance(column, NestedTensor) and column._ragged_idx == 1
 
 
-def ragged(values: Tensor, lengths: Tensor) -> Tensor:
+def ragged(values: Tensor, lengths: Tensor) -> Ragged:
     """The column whose row i has the next `lengths[i]` of the values."""
     return ragged_from_parts(values, offsets_of(lengths.to(values.device)))
 
 
-def ragged_from_parts(values: Tensor, offsets: Tensor) -> Tensor:
+def ragged_from_parts(values: Tensor, offsets: Tensor) -> Ragged:
     """The column whose row i is `values[offsets[i] : offsets[i + 1]]`. Gradients do not pass
     through it."""
     return NestedTensor(values.detach(), offsets)
@@ -149,7 +153,7 @@ def pad_ragged(
     return padded
 
 
-def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
+def unpad(padded: Tensor, lengths: Tensor) -> Ragged:
     """The ragged column of the first `lengths[i]` entries of each row."""
     return ragged(padded[_is_real(lengths, padded.shape[1], "right")], lengths)
 
@@ -168,7 +172,7 @@ def sampled_mask(batch: Mapping[str, Any], num_response: Tensor) -> Tensor:
     return _is_real(num_response, int(num_response.max()), "right")
 
 
-def split_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def split_tokens(batch: Mapping[str, Any]) -> tuple[Ragged, Ragged]:
     """The prompts and the responses of `input_ids`, as two ragged columns."""
     ids, offsets = ragged_parts(batch[INPUT_IDS])
     num_prompt = batch[NUM_PROMPT_TOKENS]

@@ -8,7 +8,7 @@ conversations at the same time is in `conversations`.
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,18 +19,24 @@ from rolepool.rollout.conversation_queue import ConversationQueue
 from rolepool.rollout.engine import Completion, Request
 from rolepool.seeds import derive_seed
 
-PromptRow = Mapping[str, Any]
-"""What a rollout function gets: `ROW_COLUMNS` and `ground_truth`."""
-ROW_COLUMNS = {
-    "prompt": "raw_prompt",
-    "prompt_ids": "raw_prompt_ids",
-    "data_source": "data_source",
-    "reward_model": "reward_model",
-    "extra_info": "extra_info",
-    "uid": "uid",
-    "origin": "origin",
-}
-"""The names of the entries of a row, and the columns of a batch that have them."""
+Message = dict[str, Any]
+"""A message of a chat, as chat templates read it."""
+
+
+class PromptRow(TypedDict):
+    """What a rollout function gets: a row of the data."""
+
+    prompt: str | list[Message]
+    prompt_ids: list[int]
+    """The tokens of the prompt."""
+    data_source: str
+    ground_truth: Any
+    """That of `reward_model`, or None."""
+    reward_model: dict[str, Any]
+    extra_info: dict[str, Any]
+    uid: str
+    origin: str
+    """The place of the row in its file, for error messages."""
 
 
 @dataclass

@@ -122,8 +122,13 @@ class ToolLoop:
 
 def _reset_arguments(row: PromptRow) -> dict[str, Any]:
     """What `reset` gets: the entries of extra_info, and columns, which win."""
-    columns = ("prompt", "data_source", "ground_truth", "extra_info")
-    return {**row["extra_info"], **{name: row[name] for name in columns}}
+    return {
+        **row["extra_info"],
+        "prompt": row["prompt"],
+        "data_source": row["data_source"],
+        "ground_truth": row["ground_truth"],
+        "extra_info": row["extra_info"],
+    }
 
 
 def _message(name: str, outcome: Outcome, limit: int) -> dict[str, Any]:
@@ -141,14 +146,13 @@ def _message(name: str, outcome: Outcome, limit: int) -> dict[str, Any]:
 def _prompt_with(row: PromptRow, observation: str, generate: Generate) -> list[int]:
     """The tokens of the prompt with an observation at the end of its last message."""
     prompt = row["prompt"]
-    is_chat = not isinstance(prompt, str)
-    if is_chat:
-        *earlier, last = prompt
-        longer = [*earlier, {**last, "content": last["content"] + observation}]
-    else:
-        longer = prompt + observation
-    text = render_chat(generate.tokenizer, longer, row["origin"], **generate.template_options)
-    return next(tokenize(generate.tokenizer, [{"is_chat": is_chat, "text": text}]))
+    if isinstance(prompt, str):
+        text = prompt + observation
+        return next(tokenize(generate.tokenizer, [{"is_chat": False, "text": text}]))
+    *earlier, last = prompt
+    chat = [*earlier, {**last, "content": last["content"] + observation}]
+    text = render_chat(generate.tokenizer, chat, row["origin"], **generate.template_options)
+    return next(tokenize(generate.tokenizer, [{"is_chat": True, "text": text}]))
 
 
 @dataclass
