@@ -30,6 +30,7 @@ from rolepool.protocol.batching import IS_PADDING_KEY
 from rolepool.protocol.columns import (
     INPUT_IDS,
     NUM_PROMPT_TOKENS,
+    RESPONSE_MASK,
     Ragged,
     lengths_of,
     offsets_of,
@@ -63,7 +64,7 @@ def kept_mask(batch: Mapping[str, Tensor]) -> Tensor:
     """[rows, longest response]: the response tokens that count in losses; none of a row that pads
     the batch."""
     num_response = lengths_of(batch[INPUT_IDS]) - batch[NUM_PROMPT_TOKENS]
-    mask = sampled_mask(batch, num_response)
+    mask = sampled_mask(batch.get(RESPONSE_MASK), num_response)
     if IS_PADDING_KEY not in batch:
         return mask
     return mask & ~batch[IS_PADDING_KEY][:, None]
@@ -83,7 +84,7 @@ class TokenRows:
         """Number of tokens of each row."""
         self.num_response = self.lengths - num_prompt
         """Number of response tokens of each row."""
-        self._batch = batch
+        self._response_mask = batch.get(RESPONSE_MASK)
         self._rows = torch.repeat_interleave(torch.arange(len(num_prompt)), self.lengths)
         self._positions = torch.arange(len(ids)) - offsets[self._rows]
         self._places_of_responses = (self._positions >= num_prompt[self._rows]).nonzero()[:, 0]
@@ -96,7 +97,8 @@ class TokenRows:
     @property
     def is_sampled(self) -> Tensor:
         """The response tokens that the policy sampled: [rows, longest response]."""
-        return self._on_device(sampled_mask(self._batch, self.num_response))
+        mask = sampled_mask(self._response_mask, self.num_response)
+        return self._on_device(mask)
 
     def packed_inputs(self) -> tuple[Inputs, Tensor]:
         """A model's inputs with all tokens in one row, and the place in it of the token before each

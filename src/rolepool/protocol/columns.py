@@ -165,10 +165,11 @@ def _is_real(lengths: Tensor, width: int, side: Literal["left", "right"]) -> Ten
     return places >= width - lengths[:, None]
 
 
-def sampled_mask(batch: Mapping[str, Any], num_response: Tensor) -> Tensor:
-    """[rows, longest response]: the response tokens that the policy sampled."""
-    if RESPONSE_MASK in batch:
-        return pad_ragged(batch[RESPONSE_MASK])
+def sampled_mask(response_mask: Tensor | None, num_response: Tensor) -> Tensor:
+    """[rows, longest response]: the response tokens that the policy sampled, which are all of them
+    if there is no such column."""
+    if response_mask is not None:
+        return pad_ragged(response_mask)
     return _is_real(num_response, int(num_response.max()), "right")
 
 
