@@ -22,7 +22,7 @@ Does not know DataProto.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,15 +33,16 @@ from torch.nested._internal.nested_tensor import NestedTensor  # torch has no pu
 
 from rolepool.errors import DataError
 
-Arrays = dict[str, npt.NDArray[Any]]
-Column = Tensor | npt.NDArray[Any]
-"""A dense or ragged tensor, or an array."""
-Columns = dict[str, Any]
-"""Tensors and arrays by key."""
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
 Ragged = NestedTensor
 """A ragged column."""
+Column = Tensor | Array
+"""A dense or ragged tensor, or an array."""
+Columns = dict[str, Column]
 MetaInfo = dict[str, Any]
-"""What a batch says about itself as a whole."""
+"""What a batch says about itself as a whole. Whoever reads an entry knows its type."""
+Entry = TypeVar("Entry")
 RowIndex = slice | Tensor
 """A slice with step 1, or a 1-d int64 tensor of row numbers."""
 
@@ -86,10 +87,10 @@ def ragged_from_parts(values: Tensor, offsets: Tensor) -> Ragged:
 
 def ragged_parts(column: Tensor) -> tuple[Tensor, Tensor]:
     """The values of a ragged column, without holes, and its offsets."""
-    nested: Any = column
+    nested = cast(Ragged, column)
     # `torch.nested.narrow` makes columns with holes between the rows.
     if nested._lengths is not None:
-        nested = nested.contiguous()
+        nested = cast(Ragged, nested.contiguous())
     return nested._values, nested._offsets
 
 
@@ -103,7 +104,7 @@ def lengths_of(column: Tensor) -> Tensor:
     return ragged_parts(column)[1].diff()
 
 
-def num_bytes(column: Tensor | npt.NDArray[Any]) -> int:
+def num_bytes(column: Column) -> int:
     """The bytes of a column's values: a ragged or dense tensor, or an array."""
     if is_ragged(column):
         column = flat_values(column)
@@ -173,7 +174,7 @@ def sampled_mask(response_mask: Tensor | None, num_response: Tensor) -> Tensor:
     return _is_real(num_response, int(num_response.max()), "right")
 
 
-def split_tokens(batch: Mapping[str, Any]) -> tuple[Ragged, Ragged]:
+def split_tokens(batch: Mapping[str, Tensor]) -> tuple[Ragged, Ragged]:
     """The prompts and the responses of `input_ids`, as two ragged columns."""
     ids, offsets = ragged_parts(batch[INPUT_IDS])
     num_prompt = batch[NUM_PROMPT_TOKENS]
@@ -185,7 +186,7 @@ def split_tokens(batch: Mapping[str, Any]) -> tuple[Ragged, Ragged]:
     return prompts, responses
 
 
-def rows_of_responses(batch: Mapping[str, Any]) -> Sequence[Tensor]:
+def rows_of_responses(batch: Mapping[str, Tensor]) -> Sequence[Tensor]:
     """The tokens of each response."""
     _, responses = split_tokens(batch)
     return torch.split(flat_values(responses), lengths_of(responses).tolist())
@@ -194,7 +195,7 @@ def rows_of_responses(batch: Mapping[str, Any]) -> Sequence[Tensor]:
 # --- rows ---------------------------------------------------------------------------------------------------------
 
 
-def rows_of(index: Any, num_rows: int) -> RowIndex:
+def rows_of(index: object, num_rows: int) -> RowIndex:
     """The rows, out of `num_rows`, that a slice, a list, array or tensor of row numbers, or a bool
     mask selects."""
     everything = np.arange(num_rows)
@@ -244,31 +245,43 @@ def take_rows(columns: Columns, rows: RowIndex) -> Columns:
     return taken
 
 
+SharedOffsets = dict[tuple[int, ...], tuple[Tensor, Sequence[Tensor]]]
+"""The offsets of joined columns by the ids of those that were joined, which are kept alive beside
+them."""
+
+
 def join_rows(parts: Sequence[Columns]) -> Columns:
     """A copy of the rows of all parts, one after another. The parts have the same keys."""
     joined: Columns = {}
-    # The new offsets by the ids of the old ones, which are kept alive beside them.
-    shared: dict[tuple[int, ...], tuple[Tensor, Sequence[Tensor]]] = {}
+    shared: SharedOffsets = {}
     for key in parts[0]:
-        column = [part[key] for part in parts]
+        columns = [part[key] for part in parts]
         try:
-            if isinstance(column[0], np.ndarray):
-                joined[key] = np.concatenate(column)
-            elif is_ragged(column[0]):
-                values, old_offsets = zip(*map(ragged_parts, column), strict=True)
-                ids = tuple(map(id, old_offsets))
-                if ids not in shared:
-                    lengths = torch.cat([offsets.diff() for offsets in old_offsets])
-                    shared[ids] = (offsets_of(lengths), old_offsets)
-                new_offsets, _ = shared[ids]
-                joined[key] = ragged_from_parts(torch.cat(values), new_offsets)
-            else:
-                joined[key] = torch.cat(column)
+            joined[key] = _joined(columns, shared)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise DataError(
-                f"{key!r} cannot be concatenated: {', '.join(map(describe, column))}"
+                f"{key!r} cannot be concatenated: {', '.join(map(describe, columns))}"
             ) from error
     return joined
+
+
+def _joined(columns: Sequence[Column], shared: SharedOffsets) -> Column:
+    """The column with the rows of these columns, which are all of one kind."""
+    tensors = [column for column in columns if isinstance(column, Tensor)]
+    arrays = [column for column in columns if isinstance(column, np.ndarray)]
+    if arrays and tensors:
+        raise TypeError("some are tensors, others are arrays")
+    if arrays:
+        return np.concatenate(arrays)
+    if not is_ragged(tensors[0]):
+        return torch.cat(tensors)
+    values, old_offsets = zip(*map(ragged_parts, tensors), strict=True)
+    ids = tuple(map(id, old_offsets))
+    if ids not in shared:
+        lengths = torch.cat([offsets.diff() for offsets in old_offsets])
+        shared[ids] = (offsets_of(lengths), old_offsets)
+    new_offsets, _ = shared[ids]
+    return ragged_from_parts(torch.cat(values), new_offsets)
 
 
 # --- equality and union -------------------------------------------------------------------------------------------
@@ -284,7 +297,7 @@ def describe(value: object) -> str:
     return repr(value)
 
 
-def same_value(a: Any, b: Any, outer: frozenset[tuple[int, int]] = frozenset()) -> bool:
+def same_value(a: object, b: object, outer: frozenset[tuple[int, int]] = frozenset()) -> bool:
     """Whether two values are equal: tensors and arrays in dtype, shape and every element. NaN
     equals NaN.
 
@@ -327,7 +340,7 @@ def _same_tensor(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | both_nan).all())
 
 
-def additions(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+def additions(first: Mapping[str, Entry], second: Mapping[str, Entry]) -> dict[str, Entry]:
     """What a union adds to the first: the entries of the second whose keys are new. Others must be
     equal in both."""
     for key in first.keys() & second.keys():
@@ -358,7 +371,7 @@ def merge_meta_info(parts: Sequence[MetaInfo]) -> MetaInfo:
     """The meta_info of joined batches. Entries must be equal, except `metrics`: these become one
     dict of lists."""
     merged: MetaInfo = {}
-    metrics: dict[str, list[Any]] = {}
+    metrics: dict[str, list[object]] = {}
     for part in parts:
         others = {key: value for key, value in part.items() if key != "metrics"}
         merged |= additions(merged, others)

@@ -19,10 +19,12 @@ import numpy.typing as npt
 
 from rolepool.errors import DataError
 from rolepool.metrics import Span
-from rolepool.protocol.columns import merge_meta_info
+from rolepool.protocol.columns import Array, Columns, MetaInfo, merge_meta_info
 from rolepool.protocol.data import DataProto, batch_to_tensordict
-from rolepool.protocol.encoding import Encoded, encode
+from rolepool.protocol.encoding import Encoded, Value, encode
 
+Reference = Any
+"""A reference to an object of Ray, which this package does not import."""
 RowNumbers = npt.NDArray[np.int64]
 Keys = frozenset[str] | None
 """Which keys to use; None means all."""
@@ -51,8 +53,8 @@ class Reply(NamedTuple):
     span: Span
     value: Encoded | None = None
     header: BatchHeader | None = None
-    stored: Any = None
-    """A reference to the large columns, a dict of Encoded. It is added by the process that reads
+    stored: Reference = None
+    """The large columns, a dict of Encoded; None if there are none. It is added by the process that reads
     the reply."""
 
     @property
@@ -108,9 +110,9 @@ Fetch = Callable[[Sequence[Reply]], list[dict[str, Encoded]]]
 """The stored columns of these replies."""
 
 
-def values_of(replies: Iterable[Reply], fetch: Fetch) -> list[Any]:
+def values_of(replies: Iterable[Reply], fetch: Fetch) -> list[Value]:
     """Each rank's result, with its data."""
-    values: list[Any] = []
+    values: list[Value] = []
     for reply in replies:
         if reply.header is not None:
             values.append(gather_rows([reply], None, None, fetch))
@@ -201,7 +203,7 @@ class Pending(Protocol):
         """The call in words, for errors."""
 
     @property
-    def objects(self) -> Sequence[Any]:
+    def objects(self) -> Sequence[tuple[Reference, Reference | None]]:
         """References to the replies with a result, to pass them to another call without reading
         them."""
 
@@ -225,13 +227,13 @@ class CallFuture:
     If it is passed to another call, the wait happens in that call's workers.
     """
 
-    def __init__(self, calls: Sequence[Pending], collect: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, calls: Sequence[Pending], collect: Callable[[list[Value]], Value]) -> None:
         self.calls = tuple(calls)
         self.sources: Iterable[Pending] = self.calls
         """The calls whose results it contains."""
         self.collect = collect
 
-    def get(self, timeout_s: float | None = None) -> Any:
+    def get(self, timeout_s: float | None = None) -> Value:
         """Wait for every rank and return the result. Raises WorkerError if a rank failed or
         died."""
         replies = replies_of(self.calls, timeout_s)
@@ -301,7 +303,7 @@ class DataProtoFuture(CallFuture):
                 sources += stripe.source
         self.sources = sources
 
-    def get(self, timeout_s: float | None = None, keys: Iterable[str] | None = None) -> Any:
+    def get(self, timeout_s: float | None = None, keys: Iterable[str] | None = None) -> Value:
         """Wait for the batch, fetch it (only these keys, if they are given) and return it.
 
         If the method returned TensorDicts, the result is one TensorDict; if it returned lists, the
@@ -332,7 +334,7 @@ class DataProtoFuture(CallFuture):
         column is used."""
         return DataProtoFuture(self.calls, (*self.stripes, *stripes_of(other)))
 
-    def reorder(self, indices: Sequence[int] | npt.NDArray[Any]) -> DataProtoFuture:
+    def reorder(self, indices: Sequence[int] | Array) -> DataProtoFuture:
         """The rows with these numbers, in this order."""
         rows = np.asarray(indices, dtype=np.int64)
         stripes: list[Stripe] = []
@@ -380,7 +382,7 @@ collect_first = itemgetter(0)
 """The result of the only rank."""
 
 
-def collect_batches(results: list[Any]) -> Any:
+def collect_batches(results: list[Value]) -> Value:
     """The results of ranks that each had a part of a batch: batches and lists are joined, others
     stay in a list."""
     if all(isinstance(result, DataProto) for result in results):
@@ -398,8 +400,8 @@ def join_stripes(parts: Sequence[DataProto]) -> DataProto:
     if len({len(part) for part in parts if part.columns()}) > 1:
         sizes = ", ".join(f"{sorted(part.columns())}: {len(part)}" for part in parts)
         raise DataError(f"batches of different numbers of rows cannot be one batch: {sizes}")
-    columns = {}
-    meta_info = {}
+    columns: Columns = {}
+    meta_info: MetaInfo = {}
     for part in parts:
         columns.update(part.columns())
         meta_info.update(part.meta_info)

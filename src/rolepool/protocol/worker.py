@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from rolepool.errors import DataError
 from rolepool.placement.parallel import ParallelDims
+from rolepool.protocol.encoding import Value
 from rolepool.seeds import derive_seed
 
 
@@ -166,10 +167,8 @@ class Execute(Enum):
     RANK_ZERO = "rank_zero"
 
 
-Argument = Any
-"""An argument of a method. Whoever calls the method decides its type."""
-Value = Any
-"""A result of a method. Whoever wrote the method decides its type."""
+Argument = Value
+"""An argument of a method."""
 DispatchFunction = Callable[..., tuple[tuple[Argument, ...], dict[str, Argument]]]
 CollectFunction = Callable[[object, list[Value]], Value]
 ReadsFunction = Callable[..., Iterable[str]]
