@@ -120,14 +120,16 @@ def places_of(offsets: Tensor, rows: slice | Tensor) -> tuple[slice | Tensor, Te
     column of them."""
     if isinstance(rows, slice):
         inside = offsets[rows.start : rows.stop + 1]
-        return slice(int(inside[0]), int(inside[-1])), inside - inside[0]
+        values = slice(int(inside[0]), int(inside[-1]))
+        return values, inside - inside[0]
     rows = rows.to(offsets.device)
     lengths = offsets.diff()[rows]
     new_offsets = offsets_of(lengths)
     # How far each value of a row is from where it will be.
     shift_of_rows = offsets[:-1][rows] - new_offsets[:-1]
     shift = torch.repeat_interleave(shift_of_rows, lengths)
-    return shift + torch.arange(len(shift), device=offsets.device), new_offsets
+    new_places = torch.arange(len(shift), device=offsets.device)
+    return shift + new_places, new_offsets
 
 
 # --- padded tensors -----------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ a result without moving its data. How to wait for a call and how to fetch stored
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, compress
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -144,13 +144,11 @@ def gather_rows(
     part_of_row = np.searchsorted(ends, rows, side="right")
     # Without rows, the first part tells the columns.
     used = [int(index) for index in np.unique(part_of_row)] or [0]
-    names = _common_names([replies[index] for index in used], keys)
-    with_stored = [index for index in used if not set(names).isdisjoint(headers[index].large)]
-    stored = dict(zip(with_stored, fetch([replies[index] for index in with_stored]), strict=True))
-    parts = []
-    for index in used:
+    used_replies = [replies[index] for index in used]
+    names = _common_names(used_replies, keys)
+    parts: list[DataProto] = []
+    for index, encoded in zip(used, _columns_of(used_replies, names, fetch), strict=True):
         header = headers[index]
-        encoded = header.small | stored.get(index, {})
         columns = {name: encoded[name].decode() for name in names}
         part = DataProto.from_columns(columns, header.batch_size, {})
         # A batch of arrays only has no rows if none of its columns is wanted.
@@ -162,8 +160,25 @@ def gather_rows(
     joined.meta_info = merge_meta_info([header.meta_info.decode() for header in headers])
     is_in_order = (np.diff(part_of_row) >= 0).all()
     if not is_in_order:
-        joined = joined[np.argsort(np.argsort(part_of_row, kind="stable"))]
+        # The rows lie part by part, and go to where they were asked for.
+        places = np.argsort(part_of_row, kind="stable")
+        joined = joined[np.argsort(places)]
     return joined
+
+
+def _columns_of(
+    replies: Sequence[Reply], names: Sequence[str], fetch: Fetch
+) -> Iterator[dict[str, Encoded]]:
+    """The columns of each reply. Stored ones are fetched only if one of these names is among
+    them."""
+    wanted = set(names)
+    with_stored = [not wanted.isdisjoint(reply.batch.large) for reply in replies]
+    fetched = iter(fetch(list(compress(replies, with_stored))))
+    for reply, has_stored in zip(replies, with_stored, strict=True):
+        if has_stored:
+            yield reply.batch.small | next(fetched)
+        else:
+            yield reply.batch.small
 
 
 def _common_names(replies: Sequence[Reply], keys: Keys) -> list[str]:
