@@ -6,7 +6,7 @@ conversations at the same time is in `conversations`.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rolepool.config.model_keys import MultiTurnConfig
-from rolepool.data.tools import Outcome
+from rolepool.data.tools import Outcome, TemplateOptions
 from rolepool.rollout.conversation_queue import ConversationQueue
 from rolepool.rollout.engine import Completion, Request
 from rolepool.seeds import derive_seed
@@ -108,7 +108,7 @@ class Generate:
     seed: int
     max_response_length: int
     turns: MultiTurnConfig
-    template_options: Mapping[str, Any]
+    template_options: TemplateOptions
     """The options of the chat template."""
     stop_token_ids: Sequence[int]
     """The tokens that end a turn of the model."""
@@ -148,7 +148,7 @@ class Generate:
         return completion
 
     async def run(
-        self, trajectory: Trajectory, function: Callable[..., Any], *arguments: Any
+        self, trajectory: Trajectory, function: Callable[..., object], *arguments: object
     ) -> Outcome:
         """Call a function of a module in a process of its own, within the limits of the section
         `environment`. An error is returned, not raised, and counted."""
