@@ -94,7 +94,7 @@ class DataProto:
     batch: Any = None
     """A TensorDict or None. It is typed as Any so that readers need no check for None."""
     non_tensor_batch: Arrays = field(default_factory=dict)
-    meta_info: MetaInfo = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
 
     auto_padding: ClassVar[bool] = False
     """If True, every batch may be padded to a size that the ranks divide."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from rolepool.errors import DataError
 from rolepool.placement.parallel import ParallelDims
@@ -171,8 +171,6 @@ Argument = Value
 """An argument of a method."""
 DispatchFunction = Callable[..., tuple[tuple[Argument, ...], dict[str, Argument]]]
 CollectFunction = Callable[[object, list[Value]], Value]
-ReadsFunction = Callable[..., Iterable[str]]
-"""Gets the class of the role and the arguments of its constructor."""
 
 
 class MethodSpec(NamedTuple):
@@ -181,7 +179,7 @@ class MethodSpec(NamedTuple):
     dispatch: Dispatch
     execute: Execute
     blocking: bool
-    reads: frozenset[str] | ReadsFunction | None
+    reads: frozenset[str] | Callable[..., Iterable[str]] | None
     dispatch_fn: DispatchFunction | None = None
     collect_fn: CollectFunction | None = None
 
@@ -191,10 +189,10 @@ Method = TypeVar("Method", bound=Callable[..., object])
 
 
 def register(
-    dispatch_mode: Dispatch | dict[str, Callable[..., Value]] = Dispatch.ALL_TO_ALL,
+    dispatch_mode: Dispatch | dict[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
-    reads: Iterable[str] | ReadsFunction | None = None,
+    reads: Iterable[str] | Callable[..., Iterable[str]] | None = None,
 ) -> Callable[[Method], Method]:
     """Make a worker's method callable on its group.
 
@@ -206,7 +204,7 @@ def register(
     sent. None means all keys. If the keys depend on the config, `reads` is a function, which gets
     the class of the role and the arguments of its constructor.
     """
-    custom: dict[str, Callable[..., Value]] = {}
+    custom: dict[str, Callable[..., Any]] = {}
     if isinstance(dispatch_mode, dict) and set(dispatch_mode) == {"dispatch_fn", "collect_fn"}:
         custom = dispatch_mode
         dispatch_mode = Dispatch.ALL_TO_ALL
