@@ -318,7 +318,7 @@ class DataProtoFuture(CallFuture):
                 sources += stripe.source
         self.sources = sources
 
-    def get(self, timeout_s: float | None = None, keys: Iterable[str] | None = None) -> Value:
+    def get(self, timeout_s: float | None = None, keys: Iterable[str] | None = None) -> Any:
         """Wait for the batch, fetch it (only these keys, if they are given) and return it.
 
         If the method returned TensorDicts, the result is one TensorDict; if it returned lists, the
