@@ -25,8 +25,8 @@ from rolepool.data.reward_signatures import (
 )
 from rolepool.errors import RolepoolError
 
-SCORED_COLUMNS = ("data_source", "reward_model", "extra_info", "origin", "uid")
-"""The columns that `score_batch` always reads."""
+SCORED_COLUMNS = ("data_source", "reward_model", "extra_info", "origin", "uid", "raw_prompt")
+"""The columns that `score_batch` reads."""
 NUMBERS = "reward_numbers"
 """The column of scored rows with the other numbers of each response, as a dict."""
 PRED = "pred"
@@ -237,11 +237,11 @@ def score_batch(
 ) -> list[Scored]:
     """The scores of the responses to a batch, which has the columns of `prompts.batch_of`. It needs
     no `raw_prompt` if the functions are built-in rules."""
+    columns = {"raw_prompt": [""] * len(responses), **columns}
     read = [columns[name] for name in SCORED_COLUMNS]
-    prompts = columns.get("raw_prompt", [""] * len(responses))
     rows: list[Row] = []
     for response, data_source, reward_model, extra_info, origin, uid, prompt in zip(
-        responses, *read, prompts, strict=True
+        responses, *read, strict=True
     ):
         inputs = {
             "data_source": data_source,

@@ -84,7 +84,7 @@ class TokenRows:
         """Number of tokens of each row."""
         self.num_response = self.lengths - num_prompt
         """Number of response tokens of each row."""
-        self._response_mask = batch.get(RESPONSE_MASK)
+        self._batch = batch
         self._rows = torch.repeat_interleave(torch.arange(len(num_prompt)), self.lengths)
         self._positions = torch.arange(len(ids)) - offsets[self._rows]
         self._places_of_responses = (self._positions >= num_prompt[self._rows]).nonzero()[:, 0]
@@ -97,7 +97,7 @@ class TokenRows:
     @property
     def is_sampled(self) -> Tensor:
         """The response tokens that the policy sampled: [rows, longest response]."""
-        mask = sampled_mask(self._response_mask, self.num_response)
+        mask = sampled_mask(self._batch.get(RESPONSE_MASK), self.num_response)
         return self._on_device(mask)
 
     def packed_inputs(self) -> tuple[Inputs, Tensor]:
