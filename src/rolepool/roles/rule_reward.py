@@ -1,6 +1,7 @@
 """The reward of a Python function that scores texts, in CPU processes that belong to no pool."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -17,9 +18,11 @@ from rolepool.roles.setups import RuleRewardSetup
 
 def _columns_to_score(role: type, config: Config, setup: RuleRewardSetup) -> tuple[str, ...]:
     """Only functions of the user may take prompts."""
-    has_own_function = setup.reward is not None or config.custom_reward_function.path is not None
-    others = [entry.function for entry in config.reward.functions if entry.function not in RULES]
-    return (ScoredRowsWithPrompts if has_own_function or others else ScoredRows).names()
+    if setup.reward is not None or config.custom_reward_function.path is not None:
+        return ScoredRowsWithPrompts.names()
+    if all(entry.function in RULES for entry in config.reward.functions):
+        return ScoredRows.names()
+    return ScoredRowsWithPrompts.names()
 
 
 class RuleReward(Worker):
@@ -42,16 +45,11 @@ class RuleReward(Worker):
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each response, and the other numbers and the answer that the function
         returns. Rows that the environment has scored keep its score."""
-        of_environment = [math.nan] * len(data)
-        environment_score = ScoredRows.of(data).environment_score
-        if environment_score is not None:
-            of_environment = environment_score.tolist()
-        scored = [rewards.Scored(score, {}) for score in of_environment]
-        unscored_rows = [row for row, score in enumerate(of_environment) if math.isnan(score)]
-        if unscored_rows:
-            of_function = self._score(data[unscored_rows])
-            for row, scored_row in zip(unscored_rows, of_function, strict=True):
-                scored[row] = scored_row
+        of_environment = ScoredRows.of(data).environment_score
+        if of_environment is None:
+            scored = self._score(data)
+        else:
+            scored = self._score_others(of_environment.tolist(), data)
         return Scores(
             scores=torch.tensor([row.score for row in scored], dtype=torch.float32),
             # Not a column for each name, because all ranks must return the same columns, and rows
@@ -59,6 +57,18 @@ class RuleReward(Worker):
             reward_numbers=objects(row.numbers for row in scored),
             pred=objects(row.pred for row in scored),
         ).to_proto()
+
+    def _score_others(
+        self, of_environment: Sequence[float], data: DataProto
+    ) -> list[rewards.Scored]:
+        """The scores of the environment, and of the function for rows in which that is NaN."""
+        scored = [rewards.Scored(score, {}) for score in of_environment]
+        unscored_rows = [row for row, score in enumerate(of_environment) if math.isnan(score)]
+        if unscored_rows:
+            of_function = self._score(data[unscored_rows])
+            for row, scored_row in zip(unscored_rows, of_function, strict=True):
+                scored[row] = scored_row
+        return scored
 
     def _score(self, data: DataProto) -> list[rewards.Scored]:
         """What the function returns for each response, with the penalty for overlong responses."""
