@@ -76,11 +76,13 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         """`data.train_batch_size: 64 in one and three, 32 in two`"""
-        names: dict[str, list[str]] = {}
-        for name, value in self.values.items():
-            names.setdefault(value, []).append(name)
-        values = [f"{value} in {' and '.join(runs)}" for value, runs in names.items()]
-        return f"{self.key}: {', '.join(values)}"
+        runs_of: dict[str, list[str]] = {}
+        for run, value in self.values.items():
+            runs_of.setdefault(value, []).append(run)
+        phrases = []
+        for value, runs in runs_of.items():
+            phrases.append(f"{value} in {' and '.join(runs)}")
+        return f"{self.key}: {', '.join(phrases)}"
 
 
 def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
@@ -99,13 +101,14 @@ def differences(runs: Mapping[str, Run]) -> list[Difference]:
     keys = dict.fromkeys([*TABLES.work_keys, *all_keys()])
     different = []
     for key in keys:
-        values = {name: value_at(config, key) for name, config in configs.items()}
-        if key in NAME_KEYS or _are_equal(list(values.values())):
+        values = [value_at(config, key) for config in configs.values()]
+        if key in NAME_KEYS or _are_equal(values):
             continue
-        texts = {name: show(value) for name, value in values.items()}
-        if len(set(texts.values())) < 2:  # long values whose beginnings are equal
-            texts = {name: str(value) for name, value in values.items()}
-        different.append(Difference(key, texts, key in TABLES.work_keys))
+        texts = [show(value) for value in values]
+        if _are_equal(texts):  # long values whose beginnings are equal
+            texts = [str(value) for value in values]
+        value_of_run = dict(zip(configs, texts, strict=True))
+        different.append(Difference(key, value_of_run, is_work=key in TABLES.work_keys))
     return different
 
 
@@ -120,11 +123,15 @@ def compare(runs: Mapping[str, Run]) -> list[Line]:
     differences get no verdict."""
     by_run = {name: _step_measures(run) for name, run in runs.items()}
     disturbed = {name for name, run in runs.items() if outside_load(run)}
-    lines: list[Line] = []
+    significant: list[Line] = []
+    others: list[Line] = []
     for measure in _all_names(by_run):
-        lines += _lines_of_measure(measure, by_run, disturbed)
-    differs = {line.measure for line in lines if _is_significant(line.ratio)}
-    lines.sort(key=lambda line: line.measure not in differs)
+        lines_of_measure = list(_lines_of_measure(measure, by_run, disturbed))
+        if any(_is_significant(line.ratio) for line in lines_of_measure):
+            significant += lines_of_measure
+        else:
+            others += lines_of_measure
+    lines = [*significant, *others]
 
     totals = {name: _run_measures(run) for name, run in runs.items()}
     for measure in _all_names(totals):
@@ -296,9 +303,9 @@ def _step_measures(run: Run) -> dict[str, list[float]]:
             f"{run.folder}: its metrics.jsonl has no rows; compare runs that have completed some steps"
         )
     steps = measured_steps(run)
-    recorded = sorted(metric_names(steps))
     names = [f"{TIMING}{name}" for name in ("step", *timed_operations(steps))]
     names.append(THROUGHPUT)
+    recorded = sorted(metric_names(steps))
     names += [name for name in recorded if name.startswith("overlap/")]
     names += [name for name in recorded if name.endswith("/busy_fraction")]
     measures = {}
