@@ -221,9 +221,9 @@ def _usage(monitor: Sequence[Sample]) -> list[LargeChart]:
     memory: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for sample in monitor:
         seconds = sample["time_s"] - monitor[0]["time_s"]
-        for pool, (percent, gib) in pool_use(sample).items():
-            utilization[pool].append((seconds, percent))
-            memory[pool].append((seconds, gib))
+        for pool, use in pool_use(sample).items():
+            utilization[pool].append((seconds, use.percent))
+            memory[pool].append((seconds, use.memory_gib))
     if not utilization:
         return []
     return [
