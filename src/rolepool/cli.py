@@ -5,7 +5,8 @@ Owns the list of commands and what they print. Slow imports are inside the comma
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -102,8 +103,14 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
 def config(parser: Parser, arguments: list[str]) -> None:
     """Print the complete config; with KEY, explain that key or group of keys."""
     options = parser.parse_intermixed_args(arguments)
-    keys = [word for word in options.words if not is_input(word)]
-    loaded = load_words(options, [word for word in options.words if is_input(word)])
+    keys: list[str] = []
+    inputs: list[str] = []
+    for word in options.words:
+        if is_input(word):
+            inputs.append(word)
+        else:
+            keys.append(word)
+    loaded = load_words(options, inputs)
     if keys:
         print("\n\n".join(loaded.explain(key) for key in keys))
         return
@@ -145,9 +152,7 @@ def signal(parser: Parser, arguments: list[str]) -> None:
         from rolepool.terminal import Terminal
         from rolepool.trainer.signal import measure_signal
 
-    measured = measure_signal(
-        loaded, options.prompts, lambda line: print(line, file=sys.stderr, flush=True)
-    )
+    measured = measure_signal(loaded, options.prompts, _print_progress)
     Terminal(soft_wrap=True).print(measured.as_table())
     print(f"{measured.tokens_per_s:,.0f} tokens/s while generating")
     print_errors(measured.advice(), label="")
@@ -170,12 +175,14 @@ def move(parser: Parser, arguments: list[str]) -> None:
 
     from rolepool.api import Run
 
-    def show_progress(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    print_line(
-        Run(options.run).move(*options.words, timeout_s=options.timeout, on_progress=show_progress)
+    moved = Run(options.run).move(
+        *options.words, timeout_s=options.timeout, on_progress=_print_progress
     )
+    print_line(moved)
+
+
+def _print_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def export(parser: Parser, arguments: list[str]) -> None:
@@ -215,9 +222,13 @@ def _write_about_run(parser: Parser, arguments: list[str], name: str) -> None:
     from rolepool.report.run import read_run
     from rolepool.report.trace import trace_pieces
 
+    pieces: Iterable[str]
     with only_reading():
         run = read_run(options.run)
-        pieces = trace_pieces(run) if name == "trace.json" else [render(run)]
+        if name == "trace.json":
+            pieces = trace_pieces(run)
+        else:
+            pieces = [render(run)]
     print_errors(run.notes, label="")
     path = Path(options.output or run.folder / name)
     with explained(f"{parser.prog} {path}: cannot be written", "give another file with -o"):
@@ -295,7 +306,8 @@ def recipes(parser: Parser, arguments: list[str]) -> None:
         print(recipe_text(options.name), end="")
         return
     for name in recipe_names():
-        print(f"{name:<18} {recipe_text(name).splitlines()[0].removeprefix('# ')}")
+        first_line, *_ = recipe_text(name).splitlines()
+        print(f"{name:<18} {first_line.removeprefix('# ')}")
 
 
 def compare(parser: Parser, arguments: list[str]) -> int | None:
@@ -313,9 +325,8 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
     parser.add_argument(
         "--output-dir", metavar="DIR", help="default: `comparison` next to the first run"
     )
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    placements = arguments[end + 1 :]
-    options = parser.parse_intermixed_args(arguments[:end])
+    words, placements = _divided_at_dashes(arguments)
+    options = parser.parse_intermixed_args(words)
 
     from rolepool.config.functions import only_reading
     from rolepool.report import compare as comparison
@@ -355,50 +366,7 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
 def predict(parser: Parser, arguments: list[str]) -> int | None:
     """Predict how long a step takes under other placements, from recorded runs; with --search, find
     the best one."""
-    parser.usage = "rolepool predict RUN [RUN...] -- standard split ...\n       rolepool predict RUN [RUN...] --search"
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN|LOG", help="run folders with the same models, or a verl log"
-    )
-    parser.add_argument(
-        "--measured",
-        nargs="+",
-        default=[],
-        metavar="RUN",
-        help="runs to compare the predictions with",
-    )
-    parser.add_argument("--search", action="store_true", help="search for the best placements")
-    gpus = parser.add_mutually_exclusive_group()
-    gpus.add_argument("--gpus", type=int, help="number of GPUs of one node; default: as the run")
-    gpus.add_argument(
-        "--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)"
-    )
-    parser.add_argument("--objective", choices=("time", "throughput_per_gpu"), default="time")
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="key=value", help="other work: new values of keys"
-    )
-    parser.add_argument(
-        "--speed", nargs="+", default=[], metavar="rollout=2", help="what if a role were faster"
-    )
-    parser.add_argument(
-        "--scaling", metavar="1,2,4,8", help="the best step time for each number of GPUs"
-    )
-    parser.add_argument(
-        "--gpu-memory", metavar="80", help="memory of one GPU in GiB; default: this machine's GPU"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="where the plot of --scaling goes; default: scaling.png",
-    )
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    placements = arguments[end + 1 :]
-    options = parser.parse_intermixed_args(arguments[:end])
-    questions = [bool(placements), options.search, options.scaling is not None]
-    if questions.count(True) != 1:
-        raise ConfigError(
-            "predict: give placements after `--`, such as `-- standard split`, or --search, or --scaling"
-        )
+    placements, options = _parse_predict(parser, arguments)
 
     from rolepool.config.functions import only_reading
     from rolepool.report.placement_runs import overrides_of
@@ -444,6 +412,63 @@ def predict(parser: Parser, arguments: list[str]) -> int | None:
     if answer.problems and not predictions:
         return EXIT_USER_ERROR
     return None
+
+
+def _parse_predict(parser: Parser, arguments: list[str]) -> tuple[list[str], Namespace]:
+    """The placements after `--`, and the options before it. Exactly one of three things is
+    asked."""
+    parser.usage = "rolepool predict RUN [RUN...] -- standard split ...\n       rolepool predict RUN [RUN...] --search"
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN|LOG", help="run folders with the same models, or a verl log"
+    )
+    parser.add_argument(
+        "--measured",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="runs to compare the predictions with",
+    )
+    parser.add_argument("--search", action="store_true", help="search for the best placements")
+    gpus = parser.add_mutually_exclusive_group()
+    gpus.add_argument("--gpus", type=int, help="number of GPUs of one node; default: as the run")
+    gpus.add_argument(
+        "--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)"
+    )
+    parser.add_argument("--objective", choices=("time", "throughput_per_gpu"), default="time")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="key=value", help="other work: new values of keys"
+    )
+    parser.add_argument(
+        "--speed", nargs="+", default=[], metavar="rollout=2", help="what if a role were faster"
+    )
+    parser.add_argument(
+        "--scaling", metavar="1,2,4,8", help="the best step time for each number of GPUs"
+    )
+    parser.add_argument(
+        "--gpu-memory", metavar="80", help="memory of one GPU in GiB; default: this machine's GPU"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="where the plot of --scaling goes; default: scaling.png",
+    )
+    words, placements = _divided_at_dashes(arguments)
+    options = parser.parse_intermixed_args(words)
+    questions = [bool(placements), options.search, options.scaling is not None]
+    if questions.count(True) != 1:
+        raise ConfigError(
+            "predict: give placements after `--`, such as `-- standard split`, or --search, or --scaling"
+        )
+    return placements, options
+
+
+def _divided_at_dashes(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments before and after `--`."""
+    if "--" not in arguments:
+        return arguments, []
+    place = arguments.index("--")
+    return arguments[:place], arguments[place + 1 :]
 
 
 def plot(parser: Parser, arguments: list[str]) -> None:

@@ -158,8 +158,10 @@ def what_to_write(word: str, arguments: Sequence[str]) -> str | None:
     name, equals, value = word.lstrip("-").partition("=")
     if not word.startswith("--"):
         return None
-    hint: Hint | None = Hint(name, "")
-    if name not in all_keys():
+    hint: Hint | None
+    if name in all_keys():
+        hint = Hint(name, "")
+    else:
         hint = hint_for_option(name)
     if hint is None:
         return None
@@ -168,9 +170,9 @@ def what_to_write(word: str, arguments: Sequence[str]) -> str | None:
     if not equals:
         value = _value_after(word, list(arguments))
     is_switch = all_keys()[hint.key].type_text == "true or false"
-    if not value or (is_switch and value not in ("true", "false")):
-        value = "true" if is_switch else "..."
-    return f"is not an option; write {hint.key}={value}"
+    if is_switch and value not in ("true", "false"):
+        value = "true"
+    return f"is not an option; write {hint.key}={value or '...'}"
 
 
 def _value_after(word: str, arguments: list[str]) -> str:
