@@ -576,8 +576,11 @@ def _newest_first(run_dir: Path) -> list[Path]:
 
 def _parts(folder: Path) -> list[Path]:
     """The folders of saved roles in a checkpoint."""
-    folders = [path for path in sorted(folder.iterdir()) if path.is_dir()]
-    return [path for path in folders if not path.name.startswith(".")]
+    parts: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.name.startswith("."):
+            parts.append(path)
+    return parts
 
 
 def _problem(folder: Path, check: Check | None = None) -> str | None:

@@ -4,6 +4,7 @@ Owns the comparison as numbers, words and table. Every number comes from the met
 Does not know the page.
 """
 
+import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +19,14 @@ from rolepool.config import show
 from rolepool.config.schema import all_keys
 from rolepool.errors import ConfigError
 from rolepool.metrics.row_text import validation_score
-from rolepool.report.metrics_by_step import REWARD, THROUGHPUT, TIMING, finite_values, metric_names
+from rolepool.report.metrics_by_step import (
+    REWARD,
+    THROUGHPUT,
+    TIMING,
+    finite_values,
+    metric_names,
+    timed_steps,
+)
 from rolepool.report.operations import timed_operations
 from rolepool.report.outside_load import outside_load
 from rolepool.report.run import Run, distinct_names, read_parts, value_at
@@ -112,6 +120,10 @@ def differences(runs: Mapping[str, Run]) -> list[Difference]:
     return different
 
 
+def _differences_of_work(runs: Mapping[str, Run]) -> list[Difference]:
+    return [difference for difference in differences(runs) if difference.is_work]
+
+
 def _are_equal(values: Sequence[object]) -> bool:
     """Not by a set, because some values are lists."""
     return all(value == values[0] for value in values)
@@ -122,7 +134,7 @@ def compare(runs: Mapping[str, Run]) -> list[Line]:
     measures of steps, then measures of whole runs. If another program slowed a run down, its
     differences get no verdict."""
     by_run = {name: _step_measures(run) for name, run in runs.items()}
-    disturbed = {name for name, run in runs.items() if outside_load(run)}
+    disturbed = _slowed_down(runs)
     significant: list[Line] = []
     others: list[Line] = []
     for measure in _all_names(by_run):
@@ -141,6 +153,11 @@ def compare(runs: Mapping[str, Run]) -> list[Line]:
     return lines
 
 
+def _slowed_down(runs: Mapping[str, Run]) -> list[str]:
+    """The runs that other programs slowed down."""
+    return [name for name, run in runs.items() if outside_load(run)]
+
+
 def _all_names(by_run: Mapping[str, Mapping[str, object]]) -> list[str]:
     """The measures of all runs, in the order in which they first appear."""
     names: dict[str, None] = {}
@@ -150,7 +167,7 @@ def _all_names(by_run: Mapping[str, Mapping[str, object]]) -> list[str]:
 
 
 def _lines_of_measure(
-    measure: str, by_run: Mapping[str, Mapping[str, list[float]]], disturbed: set[str]
+    measure: str, by_run: Mapping[str, Mapping[str, list[float]]], disturbed: Sequence[str]
 ) -> Iterator[Line]:
     """A line for each run that has the measure. The others are compared with the first run."""
     first_name, first = next(iter(by_run.items()))
@@ -161,7 +178,7 @@ def _lines_of_measure(
         ratio = None
         if measure in first and name != first_name:
             ratio = ratio_of_means(first[measure], values)
-        if ratio is not None and disturbed.intersection([name, first_name]):
+        if ratio is not None and (name in disturbed or first_name in disturbed):
             ratio = ratio._replace(verdict="outside load")
         p50, p95 = np.quantile(values, [0.5, 0.95])
         yield Line(
@@ -183,7 +200,7 @@ def headline(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
     first, or why there is no verdict."""
     first, *others = runs
     ratios = {line.run: line.ratio for line in lines if line.measure == f"{TIMING}step"}
-    disturbed = [name for name, run in runs.items() if outside_load(run)]
+    disturbed = _slowed_down(runs)
     if len(others) == 1:
         sentence = _of_two(others[0], first, ratios.get(others[0]), disturbed)
     else:
@@ -192,7 +209,7 @@ def headline(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
             is_disturbed = name in disturbed or first in disturbed
             clauses.append(_clause(name, ratios.get(name), is_disturbed))
         sentence = f"compared with {first}: {', '.join(clauses)}"
-    num_keys = sum(difference.is_work for difference in differences(runs))
+    num_keys = len(_differences_of_work(runs))
     if not num_keys:
         return sentence
     plural = "s" if num_keys > 1 else ""
@@ -247,7 +264,7 @@ def notes_on(runs: Mapping[str, Run]) -> Iterator[str]:
     """What limits the comparison: a line for each run that other programs slowed down, and for each
     key that changes the work."""
     yield from loads_on(runs)
-    work = [difference for difference in differences(runs) if difference.is_work]
+    work = _differences_of_work(runs)
     if work:
         yield "The work of a step differs, so times cannot be compared directly:"
         for difference in work:
@@ -292,8 +309,8 @@ def after_warm_up(steps: list[T]) -> list[T]:
 
 def measured_steps(run: Run) -> dict[int, dict[str, float]]:
     """The metrics of the steps after the warm-up."""
-    timed = [(step, row) for step, row in run.metrics.items() if f"{TIMING}step" in row]
-    return dict(after_warm_up(timed))
+    timed = timed_steps(run.metrics)
+    return dict(after_warm_up(list(timed.items())))
 
 
 def _step_measures(run: Run) -> dict[str, list[float]]:
@@ -306,8 +323,8 @@ def _step_measures(run: Run) -> dict[str, list[float]]:
     names = [f"{TIMING}{name}" for name in ("step", *timed_operations(steps))]
     names.append(THROUGHPUT)
     recorded = sorted(metric_names(steps))
-    names += [name for name in recorded if name.startswith("overlap/")]
-    names += [name for name in recorded if name.endswith("/busy_fraction")]
+    names += fnmatch.filter(recorded, "overlap/*")
+    names += fnmatch.filter(recorded, "*/busy_fraction")
     measures = {}
     for name in names:
         values = finite_values(steps, name)

@@ -22,6 +22,12 @@ def metric_names(metrics: MetricsByStep) -> list[str]:
     return list(names)
 
 
+def timed_steps(metrics: MetricsByStep) -> MetricsByStep:
+    """The steps that have ended. The rows of others have only the metrics of a validation or of a
+    checkpoint."""
+    return {step: row for step, row in metrics.items() if f"{TIMING}step" in row}
+
+
 def finite_values(metrics: MetricsByStep, name: str) -> dict[int, float]:
     """The value of this metric for each step that has a finite one."""
     values = {}

@@ -26,6 +26,7 @@ from rolepool.report.metrics_by_step import (
     MetricsByStep,
     finite_values,
     metric_names,
+    timed_steps,
     validation_scores,
 )
 from rolepool.report.operations import colors_for, in_step_order, mean_times, timed_operations
@@ -204,14 +205,15 @@ def _curves(metrics: MetricsByStep, unit: str) -> Iterator[LargeChart]:
 def _breakdown(metrics: MetricsByStep) -> LargeChart:
     """Seconds of the step, and of each operation in it. The step is shorter than their sum if
     operations overlap. Validation and saving are not part of a step."""
-    steps = {step: row for step, row in metrics.items() if f"{TIMING}step" in row}
-    times: dict[str, list[tuple[float, float]]] = {}
-    for step, row in steps.items():
-        for name in ("step", *timed_operations(steps)):
-            if name not in BETWEEN_STEPS:
-                # An operation that did not run in this step took no time in it.
-                seconds = row.get(f"{TIMING}{name}", 0.0)
-                times.setdefault(name, []).append((step, seconds))
+    steps = timed_steps(metrics)
+    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for name in ("step", *timed_operations(steps)):
+        if name in BETWEEN_STEPS:
+            continue
+        for step, row in steps.items():
+            # An operation that did not run in this step took no time in it.
+            seconds = row.get(f"{TIMING}{name}", 0.0)
+            times[name].append((step, seconds))
     return chart_of("Step time", "step", times)
 
 

@@ -25,6 +25,7 @@ from rolepool.report.metrics_by_step import (
     MetricsByStep,
     finite_values,
     metric_names,
+    timed_steps,
 )
 from rolepool.report.operations import colors_for, in_step_order, mean_times
 from rolepool.report.tables import TABLES
@@ -174,8 +175,7 @@ def _stack(axes: Axes, log: str, metrics: MetricsByStep, operations: Sequence[st
     """Stacked times of operations over steps, with the step's own time as a line."""
     import numpy as np
 
-    timed_rows = {step: row for step, row in metrics.items() if f"{TIMING}step" in row}
-    rows = timed_rows or metrics
+    rows = timed_steps(metrics) or metrics
 
     def times_of(name: str) -> npt.NDArray[np.float64]:
         """A value for each step, and the first and the last one twice: every value holds from

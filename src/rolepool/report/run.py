@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps
 from rolepool.reading import open_regular, read_small
-from rolepool.report.metrics_by_step import TIMING, MetricsByStep, finite_values
+from rolepool.report.metrics_by_step import TIMING, MetricsByStep, finite_values, timed_steps
 from rolepool.report.run_lines import MAX_STEP, Event, read_row, read_sample, read_span
 
 T = TypeVar("T")
@@ -89,8 +90,7 @@ class Run:
     @property
     def step(self) -> int:
         """The last step that has ended."""
-        ended = [step for step, row in self.metrics.items() if f"{TIMING}step" in row]
-        return max(ended, default=0)
+        return max(timed_steps(self.metrics), default=0)
 
     @property
     def num_steps(self) -> int | None:
@@ -227,10 +227,12 @@ def parts_of(run: Run) -> list[Run]:
     of its own. If the run never moved, it is its only part."""
     if len(run.plans) < 2:
         return [run]
-    moves = [planned.first_step for planned in run.plans[1:]]
     parts = []
-    for planned, begin, end in zip(run.plans, [0, *moves], [*moves, math.inf], strict=True):
-        parts.append(_part(run, planned, begin, end))
+    begin = 0
+    for planned, following in pairwise(run.plans):
+        parts.append(_part(run, planned, begin, following.first_step))
+        begin = following.first_step
+    parts.append(_part(run, run.plans[-1], begin, math.inf))
     return parts
 
 
@@ -265,7 +267,10 @@ def read_parts(folder: str | Path, name: str) -> dict[str, Run]:
     has."""
     run = read_run(folder)
     run.name = name
-    parts = {part.name: part for part in parts_of(run) if part.metrics}
+    parts = {}
+    for part in parts_of(run):
+        if part.metrics:
+            parts[part.name] = part
     return parts or {name: run}
 
 
