@@ -72,7 +72,7 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
     parser.add_argument(
         "--strict", action="store_true", help="exit with code 2 if the memory estimate does not fit"
     )
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.placement.hardware import detect_gpu_memory, parse_inventory, parse_memory
     from rolepool.planning import Hardware, checked_for_plan, summarise
@@ -102,7 +102,7 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
 
 def config(parser: Parser, arguments: list[str]) -> None:
     """Print the complete config; with KEY, explain that key or group of keys."""
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
     keys: list[str] = []
     inputs: list[str] = []
     for word in options.words:
@@ -132,7 +132,7 @@ def signal(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument(
         "--prompts", type=int, default=64, metavar="N", help="number of prompts; default: 64"
     )
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
     if options.prompts < 1:
         raise ConfigError(f"--prompts {options.prompts}: must be at least 1")
     draft = read_words(options)
@@ -171,7 +171,7 @@ def move(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="how many seconds to wait for it; default: 600"
     )
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.api import Run
 
@@ -191,7 +191,7 @@ def export(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument("folder", help="the new folder to write")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     parser.add_argument("--role", default="actor", help="a role that is trained; default: actor")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.config.functions import only_reading
     from rolepool.trainer.checkpoint import export_run
@@ -214,7 +214,7 @@ def trace(parser: Parser, arguments: list[str]) -> None:
 def _write_about_run(parser: Parser, arguments: list[str], name: str) -> None:
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("-o", "--output", metavar="FILE", help=f"default: {name} in the run folder")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.config.functions import only_reading
     from rolepool.files import write_atomically
@@ -240,7 +240,7 @@ def watch(parser: Parser, arguments: list[str]) -> None:
     """Show a run's pools, operations and reward in the terminal, during or after training."""
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--once", action="store_true", help="print the current state and exit")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.report.watch import watch as show_run
 
@@ -255,7 +255,7 @@ def serve(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; default: this machine only"
     )
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.report.serve import Server
 
@@ -281,7 +281,7 @@ def demo(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument(
         "folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data"
     )
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from safetensors import SafetensorError
 
@@ -298,7 +298,7 @@ def recipes(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="a recipe; `rolepool train NAME` trains it"
     )
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.config.sources import recipe_names, recipe_text
 
@@ -326,7 +326,7 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
         "--output-dir", metavar="DIR", help="default: `comparison` next to the first run"
     )
     words, placements = _divided_at_dashes(arguments)
-    options = parser.parse_intermixed_args(words)
+    options = parser.parse(words)
 
     from rolepool.config.functions import only_reading
     from rolepool.report import compare as comparison
@@ -454,7 +454,7 @@ def _parse_predict(parser: Parser, arguments: list[str]) -> tuple[list[str], Nam
         help="where the plot of --scaling goes; default: scaling.png",
     )
     words, placements = _divided_at_dashes(arguments)
-    options = parser.parse_intermixed_args(words)
+    options = parser.parse(words)
     questions = [bool(placements), options.search, options.scaling is not None]
     if questions.count(True) != 1:
         raise ConfigError(
@@ -475,7 +475,7 @@ def plot(parser: Parser, arguments: list[str]) -> None:
     """Plot the timings of console logs or run folders, and write all numbers as CSV."""
     parser.add_argument("logs", nargs="+", metavar="LOG", help="console log or folder of a run")
     parser.add_argument("--output-dir", metavar="DIR", default="plots", help="default: plots")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.report.plots import plot_logs
 

@@ -118,17 +118,18 @@ class Parser(argparse.ArgumentParser):
                 help="a YAML file to load first, such as ppo_trainer",
             )
 
-    def parse_intermixed_args(self, args: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
-        """The same as that of argparse. A program that takes overrides answers options of other
-        trainers with the overrides to write."""
-        options, unknown = self.parse_known_intermixed_args(args)
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """What the arguments say; options may stand between the others. A program that takes
+        overrides answers options of other trainers with the overrides to write."""
+        options, unknown = self.parse_known_intermixed_args(arguments)
+        # The words that follow unknown options are most likely their values.
         names = [word for word in unknown if word.startswith("-")] or unknown
         problems: list[str] = []
         unrecognized: list[str] = []
         for name in names:
             hint = None
             if self._takes_overrides:
-                hint = what_to_write(name, args)
+                hint = what_to_write(name, arguments)
             if hint is None:
                 unrecognized.append(shown(name))
             else:

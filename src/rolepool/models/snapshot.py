@@ -197,12 +197,18 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
 def _map_tensors(path: Path, tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The memory of a safetensors file, and its tensors as views of that memory."""
     num_bytes = path.stat().st_size
-    memory = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
-    # The file begins with the size of its header in 8 bytes. Then come the header and the tensors;
-    # their offsets count from the end of the header.
+    memory = torch.from_file(
+        str(path),
+        shared=True,
+        size=num_bytes,
+        dtype=torch.uint8,
+    )
+    # The file begins with the size of its header in 8 bytes. Then come the header and the tensors,
+    # whose offsets count from the end of the header.
     header_size = int(memory[:8].view(torch.int64))
-    header_bytes, data = memory[8:].split([header_size, num_bytes - 8 - header_size])
-    header = json.loads(bytes(header_bytes.numpy()))
+    start = 8 + header_size
+    header = json.loads(bytes(memory[8:start].numpy()))
+    data = memory[start:]
     views: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         first, end = header[name]["data_offsets"]

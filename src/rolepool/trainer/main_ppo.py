@@ -27,7 +27,7 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
     """Train with the config's placement. Resumes from the newest checkpoint of the run folder if
     there is one."""
     parser = Parser(program, train.__doc__, words="RECIPE, FILE or key=value")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
     words = list(options.words)
     if split_file is not None:
         words.insert(0, split_file)
