@@ -111,9 +111,11 @@ def compute_in(
         return
     of_layers: set[nn.Parameter] = set()
     for layer in layers:
-        own_weights = dict(layer.named_parameters())
-        of_layers.update(own_weights.values())
-        _use_copies(dtype, layer, "forward", own_weights.keys())
+        names: set[str] = set()
+        for name, weight in layer.named_parameters():
+            names.add(name)
+            of_layers.add(weight)
+        _use_copies(dtype, layer, "forward", names)
     around = {name for name, weight in model.named_parameters() if weight not in of_layers}
     for method in methods:
         _use_copies(dtype, model, method, around)

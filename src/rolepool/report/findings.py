@@ -231,13 +231,11 @@ def _memory_key(run: Run, specs: Sequence[RoleSpec]) -> str:
     """The key that decides most about a pool's memory: the micro-batch size of a role that is
     trained, or else of one that computes log-probs or scores, or else the key of the rollout."""
 
-    def rank(spec: RoleSpec) -> int:
-        """How much of the pool's memory is expected to be this role's; 0 is the most."""
-        if spec.is_trained:
-            return 0
-        return 1 if spec.batched else 2
+    def sort_key(spec: RoleSpec) -> tuple[bool, bool]:
+        """Roles that are trained come first, and then roles with micro-batches."""
+        return not spec.is_trained, not spec.batched
 
-    spec = min(specs, key=rank)
+    spec = min(specs, key=sort_key)
     if not spec.batched:
         return spec.memory_key
     _, micro_batch = spec.batched[-1]
