@@ -201,8 +201,8 @@ def load_words(options: argparse.Namespace, words: Sequence[str] | None = None) 
 
 
 def read_words(options: argparse.Namespace, words: Sequence[str] | None = None) -> "Draft":
-    """The same, but problems are not raised yet, so that they can be reported together with
-    others."""
+    """Load the config like `load_words`, but do not raise its problems, so that they can be
+    reported together with others."""
     from rolepool.config import read_config
     from rolepool.config.sources import named_file
 

@@ -112,7 +112,7 @@ def _check_yaml(events: Iterator[yaml.Event]) -> None:
 
 
 def lines_within(file: BufferedReader) -> Iterator[bytes]:
-    """The lines of an open file. Of a line that is too long only the beginning is returned, which
+    """The lines of an open file. If a line is too long, only its beginning is returned, which
     cannot be parsed."""
     while line := file.readline(MAX_LINE_BYTES):
         yield line

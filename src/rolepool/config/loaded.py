@@ -88,7 +88,8 @@ class Draft:
     problems: Sequence[str]
 
     def with_problems(self, problems: Iterable[str], wrong_keys: Iterable[str] = ()) -> "Draft":
-        """The same with further problems, because of which these keys have no value."""
+        """This draft with further problems. `wrong_keys` are those that have no value because of
+        them."""
         config = without_values(self.loaded.config, frozenset(wrong_keys))
         return Draft(replace(self.loaded, config=config), (*self.problems, *problems))
 

@@ -70,8 +70,8 @@ def load_config(files: Iterable[ConfigSource] = (), overrides: Iterable[str] = (
 
 
 def read_config(files: Iterable[ConfigSource] = (), overrides: Iterable[str] = ()) -> Draft:
-    """The same, but it raises nothing, so that the caller can report problems of other kinds
-    together with these."""
+    """Merge and check like `load_config`, but raise nothing: the draft has the problems, so that
+    the caller can report them together with problems of other kinds."""
     overrides = list(overrides)
     extensions = _own_extensions(overrides)
     reading = _Reading(sources_import=not extensions)

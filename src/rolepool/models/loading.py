@@ -189,8 +189,8 @@ def _without_weights(
     packed: bool,
     **entries: object,
 ) -> transformers.PreTrainedModel:
-    """The same model, but no weight is read or drawn. Buffers that are not saved have their
-    values."""
+    """The model of a section, of which no weight is read or drawn. Buffers that are not saved have
+    their values."""
     model_config = read_model_config(config, section, **entries)
     path = config.at(section).path
     has_new_head = auto is transformers.AutoModelForTokenClassification

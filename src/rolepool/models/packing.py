@@ -120,8 +120,8 @@ class TokenRows:
         return inputs, self._on_device(self._places_of_responses - 1)
 
     def padded_inputs(self, pad_token_id: int = 0) -> tuple[Inputs, Tensor]:
-        """The same with one row each, padded on the right to the longest; places count through all
-        rows."""
+        """A model's inputs with a row for each row of the micro-batch, padded on the right to the
+        longest, and the place of the token before each response token, counted through all rows."""
         num_rows = len(self.lengths)
         width = int(self.lengths.max())
         places = self._rows * width + self._positions
@@ -197,7 +197,8 @@ def _token_scores(
 def _scores_from_logits(
     model: Any, inputs: Inputs, places: Tensor, labels: Tensor, temperature: float
 ) -> TokenScores:
-    """The same from the logits that the model returns, of all tokens at once."""
+    """Log-prob of each label and entropy, from the logits that the model returns for all tokens at
+    once."""
     # The class's function, because the model's own `forward` may cast and gather weights, as is
     # done for this method.
     logits_of_all = type(model).forward(model, **inputs).logits.flatten(0, 1)
@@ -430,7 +431,8 @@ def packed_attention(
 def _padded_attention(
     qkv: Sequence[Tensor], scaling: float | None, window: int | None, starts: Tensor
 ) -> Tensor:
-    """The same on a CPU: one call for all sequences whose lengths are between two powers of two."""
+    """Attention within packed sequences on a CPU: one call for all sequences whose lengths are
+    between two powers of two."""
     lengths = starts.diff()
     sizes = lengths.float().log2().ceil()
     outputs = []

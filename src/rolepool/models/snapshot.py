@@ -48,8 +48,8 @@ class OpenFile:
 
 
 class SnapshotWriter:
-    """Writes the snapshots of one rank. From a GPU it copies while the GPU goes on with other
-    work."""
+    """Writes the snapshots of one rank. A GPU continues with other work while its memory is
+    copied."""
 
     def __init__(self, trained: TrainedModel) -> None:
         self._trained = trained
@@ -137,7 +137,7 @@ class SnapshotWriter:
             path.unlink(missing_ok=True)
             raise
         memory, views = _map_tensors(path, copies)
-        # The GPU copies only to pinned memory while it goes on with other work.
+        # A GPU that continues with other work can copy to pinned memory only.
         if self._trained.device != "cpu":
             torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         return OpenFile(

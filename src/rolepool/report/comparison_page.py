@@ -41,7 +41,7 @@ from rolepool.units import duration
 MAX_POINTS = 200
 """Points of a line."""
 MAX_DOTS = 25
-"""A line with at most so many points shows each of them as a dot."""
+"""A line with at most this many points shows each of them as a dot."""
 WIDTH = 480
 HEIGHT = 230
 LEFT = 50
@@ -261,7 +261,7 @@ def _range_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """About so many round numbers in a range."""
+    """Round numbers in a range, about `count` of them."""
     rough = (high - low) / count or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     for factor in (1, 2, 5, 10):

@@ -15,7 +15,7 @@ from rolepool.trainer.advantages import reward_numbers
 NUM_TRAINING_SAMPLES = 8
 """The number of responses of a training step whose texts are recorded."""
 MAX_RECORDED_STEPS = 20
-"""In about so many training steps some responses are recorded."""
+"""Some responses are recorded in about this many training steps."""
 
 
 class ScoredResponse(NamedTuple):
@@ -71,7 +71,7 @@ def question_of(prompt: Any) -> str:
     content = messages[-1].get("content")
     if isinstance(content, str):
         return content
-    # Of several pieces, such as images, those that are texts.
+    # The content may have several pieces, such as images. Only texts are shown.
     texts: list[str] = []
     for piece in content or ():
         if isinstance(piece, Mapping) and isinstance(piece.get("text"), str):
