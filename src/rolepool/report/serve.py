@@ -95,7 +95,7 @@ Signature = tuple[tuple[str, int, int], ...]
 Query = dict[str, list[str]]
 
 
-class Row(TypedDict, total=False):
+class ShownRun(TypedDict, total=False):
     """What the pages show of a run, by the names that the templates use. A run folder that cannot
     be read has only the fields up to `error`."""
 
@@ -203,7 +203,7 @@ def recent_step_s(run: Run) -> float:
     return median(times_s[-RECENT_STEPS:])
 
 
-def describe(name: str, folder: Path) -> Row:
+def describe(name: str, folder: Path) -> ShownRun:
     """What the pages show of a run. If the run folder cannot be read, that is only its name and the
     error."""
     try:

@@ -46,9 +46,7 @@ class Checkpoints:
 
     def __init__(self, config: Config, folder: RunFolder, roles: Iterable[str]) -> None:
         """`roles` are the roles of the run. Those that are trained are saved."""
-        self._config = config
-        self._keys = config.trainer
-        self._folder = folder
+        self._config, self._keys, self._folder = config, config.trainer, folder
         self._parts = [role for role in trained_roles() if role in roles]
         self.saved_step = 0
         """The last step that this run has saved."""
@@ -61,9 +59,7 @@ class Checkpoints:
     @property
     def newest_in_words(self) -> str:
         newest = model_files.newest_checkpoint(self._folder.path)
-        if newest is None:
-            return "there is no checkpoint"
-        return f"the last checkpoint is {newest}"
+        return "there is no checkpoint" if newest is None else f"the last checkpoint is {newest}"
 
     def find(self) -> SavedCheckpoint | None:
         """The checkpoint to resume from; None starts a new run."""
@@ -76,15 +72,16 @@ class Checkpoints:
             path = Path(self._keys.resume_from_path or "").expanduser()
         if path is None:
             return None
-        wanted = ("trainer.json", *self._parts)
-        missing = [part for part in wanted if not (path / part).exists()]
+        missing = " and no ".join(
+            part for part in ("trainer.json", *self._parts) if not (path / part).exists()
+        )
         if missing:
             where = f"trainer.resume_from_path={path}:"
             fix = "give the folder of a checkpoint, such as runs/NAME/checkpoints/step_000010"
             if is_auto:
                 where = f"trainer.resume_mode=auto: the newest checkpoint, {path},"
                 fix = "use the keys it was saved with, or set trainer.resume_mode=disable to start a new run"
-            raise ConfigError(f"{where} has no {' and no '.join(missing)}; {fix}")
+            raise ConfigError(f"{where} has no {missing}; {fix}")
         if not is_auto:
             _check(path)
         return SavedCheckpoint(_read_state(path), path)
@@ -118,15 +115,9 @@ class Checkpoints:
         model_files.write_hashes(state_file, [state_file])
         model_files.publish(temporary, final)
         self.saved_step = state.step
-        self._remove_old()
-
-    def _remove_old(self) -> None:
         for part in self._parts:
             key = ROLE_SPECS[part].checkpoints_to_keep
-            keep: int | None = None
-            if key is not None:
-                keep = self._config.at(key)
-            if keep is not None:
+            if key is not None and (keep := self._config.at(key)) is not None:
                 model_files.remove_old(self._folder.path, part, keep)
 
 
@@ -138,8 +129,7 @@ def _check(folder: Path) -> None:
 
 def _read_state(folder: Path) -> TrainState:
     """The state of the run in a checkpoint."""
-    file = folder / "trainer.json"
-    fix = "resume from another checkpoint"
+    file, fix = folder / "trainer.json", "resume from another checkpoint"
     with explained(f"{file}: not a trainer state", fix, ValueError):
         state = TrainState.model_validate_json(read_small(file))
     match = model_files.STEP_FOLDER.fullmatch(folder.name)
@@ -156,21 +146,17 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
         raise ConfigError(
             f"--role {role}: not a role that is trained; use {' or '.join(trained_roles())}"
         )
-    saved: Path | None
-    if step is None:
-        saved = model_files.newest_checkpoint(run, [role])
-        where = ""
-    else:
-        saved = model_files.checkpoint_folder(run, step)
-        where = f" at step {step}"
+    saved = (
+        model_files.newest_checkpoint(run, [role])
+        if step is None
+        else model_files.checkpoint_folder(run, step)
+    )
     if saved is None or not (saved / role).is_dir():
-        steps: list[str] = []
-        for path in sorted((run / "checkpoints").glob("step_*")):
-            if (path / role).is_dir():
-                steps.append(path.name)
-        fix = "set trainer.save_freq when training"
-        if steps:
-            fix = f"there are {', '.join(steps)}"
+        steps = sorted(
+            path.name for path in (run / "checkpoints").glob("step_*") if (path / role).is_dir()
+        )
+        where = "" if step is None else f" at step {step}"
+        fix = f"there are {', '.join(steps)}" if steps else "set trainer.save_freq when training"
         raise ConfigError(f"{run}: no checkpoint of {role}{where}; {fix}")
     key = f"{ROLE_SPECS[Role(role)].model}.path"
     model = str(config.at(key))
