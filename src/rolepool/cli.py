@@ -5,7 +5,8 @@ Owns the list of commands and what they print. Slow imports are inside the comma
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -71,7 +72,7 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
     parser.add_argument(
         "--strict", action="store_true", help="exit with code 2 if the memory estimate does not fit"
     )
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.placement.hardware import detect_gpu_memory, parse_inventory, parse_memory
     from rolepool.planning import Hardware, checked_for_plan, summarise
@@ -101,9 +102,15 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
 
 def config(parser: Parser, arguments: list[str]) -> None:
     """Print the complete config; with KEY, explain that key or group of keys."""
-    options = parser.parse_intermixed_args(arguments)
-    keys = [word for word in options.words if not is_input(word)]
-    loaded = load_words(options, [word for word in options.words if is_input(word)])
+    options = parser.parse(arguments)
+    keys: list[str] = []
+    inputs: list[str] = []
+    for word in options.words:
+        if is_input(word):
+            inputs.append(word)
+        else:
+            keys.append(word)
+    loaded = load_words(options, inputs)
     if keys:
         print("\n\n".join(loaded.explain(key) for key in keys))
         return
@@ -125,7 +132,7 @@ def signal(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument(
         "--prompts", type=int, default=64, metavar="N", help="number of prompts; default: 64"
     )
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
     if options.prompts < 1:
         raise ConfigError(f"--prompts {options.prompts}: must be at least 1")
     draft = read_words(options)
@@ -145,9 +152,7 @@ def signal(parser: Parser, arguments: list[str]) -> None:
         from rolepool.terminal import Terminal
         from rolepool.trainer.signal import measure_signal
 
-    measured = measure_signal(
-        loaded, options.prompts, lambda line: print(line, file=sys.stderr, flush=True)
-    )
+    measured = measure_signal(loaded, options.prompts, _print_progress)
     Terminal(soft_wrap=True).print(measured.as_table())
     print(f"{measured.tokens_per_s:,.0f} tokens/s while generating")
     print_errors(measured.advice(), label="")
@@ -166,16 +171,18 @@ def move(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="how many seconds to wait for it; default: 600"
     )
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.api import Run
 
-    def show_progress(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    print_line(
-        Run(options.run).move(*options.words, timeout_s=options.timeout, on_progress=show_progress)
+    moved = Run(options.run).move(
+        *options.words, timeout_s=options.timeout, on_progress=_print_progress
     )
+    print_line(moved)
+
+
+def _print_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def export(parser: Parser, arguments: list[str]) -> None:
@@ -184,7 +191,7 @@ def export(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument("folder", help="the new folder to write")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     parser.add_argument("--role", default="actor", help="a role that is trained; default: actor")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.config.functions import only_reading
     from rolepool.trainer.checkpoint import export_run
@@ -207,7 +214,7 @@ def trace(parser: Parser, arguments: list[str]) -> None:
 def _write_about_run(parser: Parser, arguments: list[str], name: str) -> None:
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("-o", "--output", metavar="FILE", help=f"default: {name} in the run folder")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.config.functions import only_reading
     from rolepool.files import write_atomically
@@ -215,9 +222,13 @@ def _write_about_run(parser: Parser, arguments: list[str], name: str) -> None:
     from rolepool.report.run import read_run
     from rolepool.report.trace import trace_pieces
 
+    pieces: Iterable[str]
     with only_reading():
         run = read_run(options.run)
-        pieces = trace_pieces(run) if name == "trace.json" else [render(run)]
+        if name == "trace.json":
+            pieces = trace_pieces(run)
+        else:
+            pieces = [render(run)]
     print_errors(run.notes, label="")
     path = Path(options.output or run.folder / name)
     with explained(f"{parser.prog} {path}: cannot be written", "give another file with -o"):
@@ -229,7 +240,7 @@ def watch(parser: Parser, arguments: list[str]) -> None:
     """Show a run's pools, operations and reward in the terminal, during or after training."""
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--once", action="store_true", help="print the current state and exit")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.report.watch import watch as show_run
 
@@ -244,7 +255,7 @@ def serve(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; default: this machine only"
     )
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.report.serve import Server
 
@@ -270,7 +281,7 @@ def demo(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument(
         "folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data"
     )
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from safetensors import SafetensorError
 
@@ -287,7 +298,7 @@ def recipes(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="a recipe; `rolepool train NAME` trains it"
     )
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.config.sources import recipe_names, recipe_text
 
@@ -295,7 +306,8 @@ def recipes(parser: Parser, arguments: list[str]) -> None:
         print(recipe_text(options.name), end="")
         return
     for name in recipe_names():
-        print(f"{name:<18} {recipe_text(name).splitlines()[0].removeprefix('# ')}")
+        first_line, *_ = recipe_text(name).splitlines()
+        print(f"{name:<18} {first_line.removeprefix('# ')}")
 
 
 def compare(parser: Parser, arguments: list[str]) -> int | None:
@@ -313,9 +325,8 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
     parser.add_argument(
         "--output-dir", metavar="DIR", help="default: `comparison` next to the first run"
     )
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    placements = arguments[end + 1 :]
-    options = parser.parse_intermixed_args(arguments[:end])
+    words, placements = _divided_at_dashes(arguments)
+    options = parser.parse(words)
 
     from rolepool.config.functions import only_reading
     from rolepool.report import compare as comparison
@@ -355,50 +366,7 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
 def predict(parser: Parser, arguments: list[str]) -> int | None:
     """Predict how long a step takes under other placements, from recorded runs; with --search, find
     the best one."""
-    parser.usage = "rolepool predict RUN [RUN...] -- standard split ...\n       rolepool predict RUN [RUN...] --search"
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN|LOG", help="run folders with the same models, or a verl log"
-    )
-    parser.add_argument(
-        "--measured",
-        nargs="+",
-        default=[],
-        metavar="RUN",
-        help="runs to compare the predictions with",
-    )
-    parser.add_argument("--search", action="store_true", help="search for the best placements")
-    gpus = parser.add_mutually_exclusive_group()
-    gpus.add_argument("--gpus", type=int, help="number of GPUs of one node; default: as the run")
-    gpus.add_argument(
-        "--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)"
-    )
-    parser.add_argument("--objective", choices=("time", "throughput_per_gpu"), default="time")
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="key=value", help="other work: new values of keys"
-    )
-    parser.add_argument(
-        "--speed", nargs="+", default=[], metavar="rollout=2", help="what if a role were faster"
-    )
-    parser.add_argument(
-        "--scaling", metavar="1,2,4,8", help="the best step time for each number of GPUs"
-    )
-    parser.add_argument(
-        "--gpu-memory", metavar="80", help="memory of one GPU in GiB; default: this machine's GPU"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="where the plot of --scaling goes; default: scaling.png",
-    )
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    placements = arguments[end + 1 :]
-    options = parser.parse_intermixed_args(arguments[:end])
-    questions = [bool(placements), options.search, options.scaling is not None]
-    if questions.count(True) != 1:
-        raise ConfigError(
-            "predict: give placements after `--`, such as `-- standard split`, or --search, or --scaling"
-        )
+    placements, options = _parse_predict(parser, arguments)
 
     from rolepool.config.functions import only_reading
     from rolepool.report.placement_runs import overrides_of
@@ -446,11 +414,68 @@ def predict(parser: Parser, arguments: list[str]) -> int | None:
     return None
 
 
+def _parse_predict(parser: Parser, arguments: list[str]) -> tuple[list[str], Namespace]:
+    """The placements after `--`, and the options before it. Exactly one of three things is
+    asked."""
+    parser.usage = "rolepool predict RUN [RUN...] -- standard split ...\n       rolepool predict RUN [RUN...] --search"
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN|LOG", help="run folders with the same models, or a verl log"
+    )
+    parser.add_argument(
+        "--measured",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="runs to compare the predictions with",
+    )
+    parser.add_argument("--search", action="store_true", help="search for the best placements")
+    gpus = parser.add_mutually_exclusive_group()
+    gpus.add_argument("--gpus", type=int, help="number of GPUs of one node; default: as the run")
+    gpus.add_argument(
+        "--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)"
+    )
+    parser.add_argument("--objective", choices=("time", "throughput_per_gpu"), default="time")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="key=value", help="other work: new values of keys"
+    )
+    parser.add_argument(
+        "--speed", nargs="+", default=[], metavar="rollout=2", help="what if a role were faster"
+    )
+    parser.add_argument(
+        "--scaling", metavar="1,2,4,8", help="the best step time for each number of GPUs"
+    )
+    parser.add_argument(
+        "--gpu-memory", metavar="80", help="memory of one GPU in GiB; default: this machine's GPU"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="where the plot of --scaling goes; default: scaling.png",
+    )
+    words, placements = _divided_at_dashes(arguments)
+    options = parser.parse(words)
+    questions = [bool(placements), options.search, options.scaling is not None]
+    if questions.count(True) != 1:
+        raise ConfigError(
+            "predict: give placements after `--`, such as `-- standard split`, or --search, or --scaling"
+        )
+    return placements, options
+
+
+def _divided_at_dashes(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments before and after `--`."""
+    if "--" not in arguments:
+        return arguments, []
+    place = arguments.index("--")
+    return arguments[:place], arguments[place + 1 :]
+
+
 def plot(parser: Parser, arguments: list[str]) -> None:
     """Plot the timings of console logs or run folders, and write all numbers as CSV."""
     parser.add_argument("logs", nargs="+", metavar="LOG", help="console log or folder of a run")
     parser.add_argument("--output-dir", metavar="DIR", default="plots", help="default: plots")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
 
     from rolepool.report.plots import plot_logs
 

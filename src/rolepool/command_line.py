@@ -118,17 +118,18 @@ class Parser(argparse.ArgumentParser):
                 help="a YAML file to load first, such as ppo_trainer",
             )
 
-    def parse_intermixed_args(self, args: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
-        """The same as that of argparse. A program that takes overrides answers options of other
-        trainers with the overrides to write."""
-        options, unknown = self.parse_known_intermixed_args(args)
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """What the arguments say; options may stand between the others. A program that takes
+        overrides answers options of other trainers with the overrides to write."""
+        options, unknown = self.parse_known_intermixed_args(arguments)
+        # The words that follow unknown options are most likely their values.
         names = [word for word in unknown if word.startswith("-")] or unknown
         problems: list[str] = []
         unrecognized: list[str] = []
         for name in names:
             hint = None
             if self._takes_overrides:
-                hint = what_to_write(name, args)
+                hint = what_to_write(name, arguments)
             if hint is None:
                 unrecognized.append(shown(name))
             else:
@@ -158,8 +159,10 @@ def what_to_write(word: str, arguments: Sequence[str]) -> str | None:
     name, equals, value = word.lstrip("-").partition("=")
     if not word.startswith("--"):
         return None
-    hint: Hint | None = Hint(name, "")
-    if name not in all_keys():
+    hint: Hint | None
+    if name in all_keys():
+        hint = Hint(name, "")
+    else:
         hint = hint_for_option(name)
     if hint is None:
         return None
@@ -168,9 +171,9 @@ def what_to_write(word: str, arguments: Sequence[str]) -> str | None:
     if not equals:
         value = _value_after(word, list(arguments))
     is_switch = all_keys()[hint.key].type_text == "true or false"
-    if not value or (is_switch and value not in ("true", "false")):
-        value = "true" if is_switch else "..."
-    return f"is not an option; write {hint.key}={value}"
+    if is_switch and value not in ("true", "false"):
+        value = "true"
+    return f"is not an option; write {hint.key}={value or '...'}"
 
 
 def _value_after(word: str, arguments: list[str]) -> str:
@@ -198,8 +201,8 @@ def load_words(options: argparse.Namespace, words: Sequence[str] | None = None) 
 
 
 def read_words(options: argparse.Namespace, words: Sequence[str] | None = None) -> "Draft":
-    """The same, but problems are not raised yet, so that they can be reported together with
-    others."""
+    """Load the config like `load_words`, but do not raise its problems, so that they can be
+    reported together with others."""
     from rolepool.config import read_config
     from rolepool.config.sources import named_file
 

@@ -140,5 +140,7 @@ def one_line(error: BaseException) -> str:
             return f"{error.filename}: {error.strerror}"
         return error.strerror
     lines = str(error).strip().replace(":\n   ", ":").splitlines()
-    text = lines[0].strip() if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    text = lines[0].strip()
     return text if text.isprintable() else repr(text)

@@ -65,7 +65,7 @@ def parse_json(text: bytes) -> Any:
     return from_json(text)
 
 
-def parse_yaml(text: bytes) -> Any:
+def parse_yaml(text: bytes) -> object:
     """The texts, numbers, lists and mappings in a YAML text. Raises ValueError if it is not valid
     or over a limit, or if there are other values in it.
 
@@ -75,10 +75,9 @@ def parse_yaml(text: bytes) -> Any:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         _check_yaml(yaml.parse(text, loader))
-        content = yaml.load(text, loader)
-        json.dumps(
-            content, ensure_ascii=False
-        ).encode()  # fails for dates, bytes and very long numbers
+        content: object = yaml.load(text, loader)
+        # Fails for dates, bytes and very long numbers.
+        json.dumps(content, ensure_ascii=False).encode()
         return content
     except (
         yaml.YAMLError,
@@ -95,7 +94,8 @@ def parse_yaml(text: bytes) -> Any:
 
 
 def _check_yaml(events: Iterator[yaml.Event]) -> None:
-    depth = num_values = 0
+    depth = 0
+    num_values = 0
     for event in events:
         if isinstance(event, yaml.AliasEvent):
             raise LimitError("has YAML aliases, which no run writes")
@@ -112,7 +112,7 @@ def _check_yaml(events: Iterator[yaml.Event]) -> None:
 
 
 def lines_within(file: BufferedReader) -> Iterator[bytes]:
-    """The lines of an open file. Of a line that is too long only the beginning is returned, which
+    """The lines of an open file. If a line is too long, only its beginning is returned, which
     cannot be parsed."""
     while line := file.readline(MAX_LINE_BYTES):
         yield line

@@ -45,7 +45,7 @@ def test_the_newest_validation_comes_first_with_questions_scores_and_other_numbe
         pytest.approx(2 / 7),
         0.1,
     )  # those of all responses, not of these
-    assert first["rows"] == [["1+1?", "2", '["2", "two"]', 0.0, "sums", {"format": 0.5}]]
+    assert first["rows"] == [("1+1?", "2", '["2", "two"]', 0.0, "sums", {"format": 0.5})]
 
 
 def test_responses_of_training_steps_come_after_validations(folder: RunFolder) -> None:

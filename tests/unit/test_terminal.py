@@ -54,7 +54,7 @@ def test_the_lines_and_samples_of_a_run_are_escaped(capsys: pytest.CaptureFixtur
     console.on_row(3, {f"val-core/{HOSTILE}/reward/mean@1": 0.5})
     sample = dict.fromkeys(("question", "response", "ground_truth"), HOSTILE)
     console.on_samples(3, [{**sample, "score": 1.0}])
-    console.print_summary(f"runs/{HOSTILE}")
+    console.print_summary(Path(f"runs/{HOSTILE}"))
     output = capsys.readouterr().out
     assert_inert(output)
     assert output.count("\\x1b[2J") == 6

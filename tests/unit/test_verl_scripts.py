@@ -421,7 +421,7 @@ def test_the_options_of_hydra_name_a_file(tmp_path: Path) -> None:
     write_files(tmp_path, mine="trainer: {seed: 7, nnodes: 2}\n")
 
     def loaded(*arguments: str) -> LoadedConfig:
-        return load_words(Parser("train", "", words="FILE").parse_intermixed_args(list(arguments)))
+        return load_words(Parser("train", "", words="FILE").parse(list(arguments)))
 
     config = loaded(f"--config-path={tmp_path}", "--config-name=mine", "trainer.nnodes=1").config
     assert (config.trainer.seed, config.trainer.nnodes) == (7, 1)

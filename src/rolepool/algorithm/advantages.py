@@ -50,13 +50,15 @@ class GroupedScores(NamedTuple):
             raise DataError(f"index holds {len(index)} group ids for {len(rewards)} rows")
         scores = masked_sum(rewards.double(), response_mask, axis=-1)
         num_tokens = response_mask.bool().sum(dim=-1)
-        _, groups = np.unique(index.astype(str), return_inverse=True)
+        # Equal ids have equal numbers.
+        _, numbers = np.unique(index.astype(str), return_inverse=True)
+        groups = torch.from_numpy(numbers).to(rewards.device)
         is_response = num_tokens > 0
-        group_of_row = (1 + torch.from_numpy(groups).to(rewards.device)) * is_response
-        return cls(scores, num_tokens, group_of_row)
+        return cls(scores, num_tokens, group_of_row=(1 + groups) * is_response)
 
     def over_groups(self, numbers: Tensor, how: str) -> Tensor:
         """For every row: the sum, the largest (amax) or the smallest (amin) number of its group."""
+        # There are at most as many groups as rows, and group 0.
         zeros = numbers.new_zeros(len(numbers) + 1)
         of_groups = zeros.scatter_reduce(0, self.group_of_row, numbers, how, include_self=False)
         return of_groups[self.group_of_row]
@@ -91,14 +93,17 @@ class GroupedScores(NamedTuple):
         return torch.where(self.size_of_row == 1, 1.0, variance.sqrt())
 
 
-def _by_group(
-    *names: str, whiten: bool = False
-) -> Callable[[Callable[..., Tensor]], Callable[..., Estimate]]:
+AdvantageOfRow = Callable[..., Tensor]
+"""Gets `GroupedScores`, and takes from the keyword arguments of an estimator what it needs."""
+Estimator = Callable[..., Estimate]
+
+
+def _by_group(*names: str, whiten: bool = False) -> Callable[[AdvantageOfRow], Estimator]:
     """A decorator that registers a function of grouped scores as an estimator. The function returns
     a number for every row, which is the advantage of all tokens of the row. It may be whitened over
     all tokens of the mask."""
 
-    def registered(advantage_of_row: Callable[..., Tensor]) -> Callable[..., Estimate]:
+    def registered(advantage_of_row: AdvantageOfRow) -> Estimator:
         @wraps(advantage_of_row)
         def compute(
             token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **options: Any
@@ -334,7 +339,8 @@ class KLController:
             reason = "because one step could change the sign of the KL coefficient"
             fix = f"set it above {num_sequences // 5}"
             raise ConfigError(f"algorithm.kl_ctrl.horizon={horizon}: {problem}, {reason}; {fix}")
-        error = min(max(current_kl / target - 1, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)
+        error = current_kl / target - 1
+        error = min(max(error, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)
         self.value *= 1 + error * num_sequences / horizon
 
     def restore(self, value: float) -> None:
@@ -350,18 +356,22 @@ def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
     """
     rewards = keep_masked(rewards, mask)
     values = keep_masked(values, mask)
+    # The places of the tokens of the mask, and then the other places.
     order = mask.bool().logical_not().sort(dim=-1, stable=True).indices
     rewards_tr = rewards.gather(-1, order).T
     values_tr = values.gather(-1, order).T
+
     deltas_tr = rewards_tr - values_tr
     deltas_tr[:-1] += gamma * values_tr[1:]
     # Each time step becomes its advantage in place, from the last but one back to the first.
     advantages_tr = deltas_tr.contiguous()
     steps = advantages_tr.unbind()
-    for now, following in zip(steps[-2::-1], steps[:0:-1], strict=True):
-        now.add_(following, alpha=gamma * lam)
+    for now in range(len(steps) - 2, -1, -1):
+        steps[now].add_(steps[now + 1], alpha=gamma * lam)
+
     # Back to where the tokens were.
-    advantages = torch.zeros_like(advantages_tr.T).scatter(-1, order, advantages_tr.T)
+    advantages_rt = advantages_tr.T
+    advantages = torch.zeros_like(advantages_rt).scatter(-1, order, advantages_rt)
     returns = advantages + values
     return keep_masked(advantages, mask), keep_masked(returns, mask)
 

@@ -99,11 +99,13 @@ def compute_policy_loss_vanilla(
     pg_clipfrac is the fraction of tokens with the clipped term, ppo_kl is old_log_prob - log_prob,
     and pg_clipfrac_lower is the fraction of tokens limited by c.
     """
-    losses, is_clipped = _clipped(tokens, tokens.log_ratio.exp(), clip_ratio_low, clip_ratio_high)
+    ratio = tokens.log_ratio.exp()
+    losses, is_clipped = _clipped(tokens, ratio, clip_ratio_low, clip_ratio_high)
     bound = -tokens.advantages * clip_ratio_c
     is_bad = tokens.advantages < 0
-    metrics = _clip_metrics(tokens, is_clipped, is_bad & (losses > bound))
-    return torch.where(is_bad, torch.minimum(losses, bound), losses), metrics
+    is_bounded = is_bad & (losses > bound)
+    losses = torch.where(is_bad, torch.minimum(losses, bound), losses)
+    return losses, _clip_metrics(tokens, is_clipped, is_bounded)
 
 
 @_policy_loss("gspo")
@@ -143,16 +145,18 @@ def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig, **_: objec
     pg_clipfrac is the fraction of tokens that were chosen.
     """
     keys = config.policy_loss
-    losses, is_clipped = _clipped(
-        tokens, tokens.log_ratio.exp(), config.clip_ratio_low, config.clip_ratio_high
-    )
+    ratio = tokens.log_ratio.exp()
+    losses, is_clipped = _clipped(tokens, ratio, config.clip_ratio_low, config.clip_ratio_high)
     covariances = _covariances(tokens)
     in_band = (covariances > keys.clip_cov_lb) & (covariances < keys.clip_cov_ub)
-    positions = (tokens.mask & in_band & ~is_clipped).flatten().nonzero().squeeze(-1)
-    generator = torch.Generator().manual_seed(derive_seed("clip_cov", len(positions)))
-    order = torch.randperm(len(positions), generator=generator).to(positions.device)
-    first = order[: _quota(tokens, keys.clip_cov_ratio)]
-    is_chosen = _mask_at(tokens.mask, positions[first])
+    may_be_chosen = tokens.mask & in_band & ~is_clipped
+    positions = may_be_chosen.flatten().nonzero().squeeze(-1)
+
+    num_positions = len(positions)
+    generator = torch.Generator().manual_seed(derive_seed("clip_cov", num_positions))
+    order = torch.randperm(num_positions, generator=generator).to(positions.device)
+    num_chosen = _quota(tokens, keys.clip_cov_ratio)
+    is_chosen = _mask_at(tokens.mask, positions[order[:num_chosen]])
     metrics = {"pg_clipfrac": is_chosen, "ppo_kl": -tokens.log_ratio}
     return torch.where(is_chosen, 0.0, losses), metrics
 
@@ -168,12 +172,14 @@ def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: object)
     Here the metric ppo_kl is the mean of |d|.
     """
     keys = config.policy_loss
+    # Tokens outside of the mask come last.
+    covariances = _covariances(tokens).masked_fill(~tokens.mask, -torch.inf)
+    order = covariances.flatten().sort(descending=True, stable=True).indices
+    num_chosen = _quota(tokens, keys.kl_cov_ratio)
+    is_chosen = _mask_at(tokens.mask, order[:num_chosen])
+
     distances = tokens.log_ratio.abs()
     losses = -tokens.advantages * tokens.log_ratio.exp()
-    covariances = _covariances(tokens).masked_fill(~tokens.mask, -torch.inf).flatten()
-    order = covariances.sort(descending=True, stable=True).indices
-    largest = order[: _quota(tokens, keys.kl_cov_ratio)]
-    is_chosen = _mask_at(tokens.mask, largest)
     penalized = losses + keys.ppo_kl_coef * distances
     return torch.where(is_chosen, penalized, losses), {"ppo_kl": distances}
 
@@ -192,14 +198,18 @@ def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: objec
     log_ratio = tokens.log_ratio
     advantages = tokens.advantages
     clipped = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
+    # The minimum or the maximum, by the sign of the advantage.
     sign = advantages.sign()
     held = sign * torch.minimum(sign * log_ratio, sign * clipped)
-    mean_held = masked_mean(held, tokens.mask, axis=-1).unsqueeze(-1)
-    mean_advantage = masked_mean(advantages, tokens.mask, axis=-1).unsqueeze(-1)
+    mean_held = masked_mean(held, tokens.mask, axis=-1)
+    mean_advantage = masked_mean(advantages, tokens.mask, axis=-1)
     loss_of_row = -mean_advantage * mean_held.exp()
+    loss_of_token = loss_of_row.unsqueeze(-1).expand(advantages.shape)
+
     is_outside = log_ratio != clipped
-    metrics = _clip_metrics(tokens, is_outside & (advantages > 0), is_outside & (advantages < 0))
-    return loss_of_row.expand(advantages.shape), metrics
+    is_above = is_outside & (advantages > 0)
+    is_below = is_outside & (advantages < 0)
+    return loss_of_token, _clip_metrics(tokens, is_above, is_below)
 
 
 @_policy_loss("cispo")
@@ -211,7 +221,8 @@ def compute_policy_loss_cispo(tokens: Tokens, config: ActorConfig, **_: object) 
     """
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
-    return -tokens.advantages * weight * tokens.log_prob, _clip_metrics(tokens, weight != ratio)
+    losses = -tokens.advantages * weight * tokens.log_prob
+    return losses, _clip_metrics(tokens, is_clipped=weight != ratio)
 
 
 def _clipped(tokens: Tokens, ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ray
 from ray.exceptions import RayError
@@ -18,10 +18,8 @@ from rolepool.cluster.group import WorkerGroup
 from rolepool.cluster.launch import Process
 from rolepool.cluster.nodes import pinned_to
 from rolepool.errors import logger, one_line
-from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Watched
+from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Sample, Watched
 
-Sample = dict[str, Any]
-"""A row of `rolepool.metrics.sampling`: numbers and names."""
 TAKE_TIMEOUT_S = 10.0
 """A monitor that does not answer in this time is not asked again."""
 

@@ -27,7 +27,9 @@ responses."""
 
 Known = dict[str, Needs]
 """What the functions that a key can name need, by their names."""
-Function = TypeVar("Function", bound=Callable[..., Any])
+AnyFunction = Callable[..., Any]
+"""A function that a key names. Its caller knows its arguments and its result."""
+Function = TypeVar("Function", bound=AnyFunction)
 
 _COMPARING = ("grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg")
 """Estimators that compare the responses to one prompt."""
@@ -110,10 +112,12 @@ def only_reading(*words: str) -> Iterator[None]:
 
     What the user names with `words` (`key=value`) is imported all the same.
     """
-    values = [
-        value for word in words for value in re.split(r"[\s,\[\]'\"]+", word.partition("=")[2])
-    ]
-    token = _TRUSTED.set(frozenset(values))
+    trusted: set[str] = set()
+    for word in words:
+        _, _, value = word.partition("=")
+        # A list has several names, each perhaps in quotes.
+        trusted.update(re.split(r"[\s,\[\]'\"]+", value))
+    token = _TRUSTED.set(frozenset(trusted))
     try:
         yield
     finally:
@@ -138,8 +142,9 @@ class Registry:
     """The functions that one key of the config can name."""
 
     def __init__(self, key: str, known: Known) -> None:
-        self._key, self._known = key, known
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._key = key
+        self._known = known
+        self._functions: dict[str, AnyFunction] = {}
 
     def register(self, name: str, needs: Sequence[str] = ()) -> Callable[[Function], Function]:
         """A decorator that gives a function a name. `needs` names the arguments that must not be
@@ -155,14 +160,14 @@ class Registry:
 
         return add
 
-    def find(self, name: str) -> Callable[..., Any]:
+    def find(self, name: str) -> AnyFunction:
         """The function of this name. `module:function` is imported, also from the current
         folder."""
         if ":" not in name:
             return self._functions[check_name(self._known, name)]
-        function: Callable[..., Any] = import_object(self._key, name)
-        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
-        if inspect.Parameter.VAR_KEYWORD not in kinds:
+        function: AnyFunction = import_object(self._key, name)
+        parameters = inspect.signature(function).parameters.values()
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             raise ConfigError(
                 f"{self._key}={name}: must accept further keyword arguments; add **kwargs to it"
             )
@@ -171,10 +176,11 @@ class Registry:
     def needs_of(self, name: str) -> Needs:
         """What the function of this name was registered to need."""
         function = self.find(name)
-        return next(
-            (self._known[known] for known, other in self._functions.items() if other is function),
-            (),
-        )
+        # A function that is named as `module:function` may be registered, too.
+        for known, other in self._functions.items():
+            if other is function:
+                return self._known[known]
+        return ()
 
 
 adv_estimators = Registry("algorithm.adv_estimator", ADV_ESTIMATORS)
@@ -193,9 +199,8 @@ def import_environment(path: str | None, name: str | None) -> Any:
     else:
         fix = "environment.path is a Python file, and environment.name a class or function in it"
         found = getattr(_import_file(f"environment.path={path}", fix, path), name, None)
-    if not inspect.iscoroutinefunction(found) and not (
-        inspect.isclass(found) and hasattr(found, "reset")
-    ):
+    is_class = inspect.isclass(found) and hasattr(found, "reset")
+    if not is_class and not inspect.iscoroutinefunction(found):
         wanted = "an async function rollout(row, generate), or a class with the method reset"
         where = "" if path is None else f" in {path}"
         raise ConfigError(
@@ -234,8 +239,9 @@ def _import(
         raise ConfigError(
             f"{setting}: is not imported, because only the run folder names it; {OWN_WORD}"
         )
-    folders = [str(one) for one in (folder, Path.cwd()) if one is not None]
-    sys.path.extend(one for one in folders if one not in sys.path)
+    for place in (folder, Path.cwd()):
+        if place is not None and str(place) not in sys.path:
+            sys.path.append(str(place))
     try:
         imported = import_module(module)
         return imported if name is None else getattr(imported, name)

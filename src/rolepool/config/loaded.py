@@ -8,7 +8,7 @@ from typing import Any
 
 from rolepool.config.not_trained import why_not_trained
 from rolepool.config.schema import Config, all_keys
-from rolepool.config.unknown_keys import unknown_key
+from rolepool.config.unknown_keys import keys_below, unknown_key
 from rolepool.config.values import show, to_yaml
 from rolepool.errors import ConfigError, first_few
 
@@ -56,9 +56,10 @@ class LoadedConfig:
     def explain(self, path: str) -> str:
         """Meaning, type, default and current value of a key; for a section, one entry for each of
         its keys."""
-        keys_below = [key for key in all_keys().values() if key.path.startswith(f"{path}.")]
-        if keys_below:
-            entries = [f"{self._setting_of(key.path)}\n  {key.doc}" for key in keys_below]
+        entries: list[str] = []
+        for name in keys_below(path):
+            entries.append(f"{self._setting_of(name)}\n  {all_keys()[name].doc}")
+        if entries:
             return "\n".join(entries)
         if path not in all_keys():
             raise ConfigError(f"{show(path)}: {unknown_key(path)}")
@@ -87,7 +88,8 @@ class Draft:
     problems: Sequence[str]
 
     def with_problems(self, problems: Iterable[str], wrong_keys: Iterable[str] = ()) -> "Draft":
-        """The same with further problems, because of which these keys have no value."""
+        """This draft with further problems. `wrong_keys` are those that have no value because of
+        them."""
         config = without_values(self.loaded.config, frozenset(wrong_keys))
         return Draft(replace(self.loaded, config=config), (*self.problems, *problems))
 
@@ -100,10 +102,14 @@ class Draft:
 def without_values(config: Config, paths: Set[str]) -> Config:
     """The config without the values of these keys. Some sections are only read as a whole, and are
     removed as such."""
-    names: set[str] = set()
-    for path in paths:
-        sections = [section for section in READ_AS_A_WHOLE if path.startswith(f"{section}.")]
-        names.add(sections[0] if sections else path)
-    for name in sorted(names):
+    for name in sorted({_read_together(path) for path in paths}):
         config = config.without_value(name)
     return config
+
+
+def _read_together(path: str) -> str:
+    """The section that is read as a whole and has this key, or the key itself."""
+    for section in READ_AS_A_WHOLE:
+        if path.startswith(f"{section}."):
+            return section
+    return path

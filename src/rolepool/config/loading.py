@@ -70,8 +70,8 @@ def load_config(files: Iterable[ConfigSource] = (), overrides: Iterable[str] = (
 
 
 def read_config(files: Iterable[ConfigSource] = (), overrides: Iterable[str] = ()) -> Draft:
-    """The same, but it raises nothing, so that the caller can report problems of other kinds
-    together with these."""
+    """Merge and check like `load_config`, but raise nothing: the draft has the problems, so that
+    the caller can report them together with problems of other kinds."""
     overrides = list(overrides)
     extensions = _own_extensions(overrides)
     reading = _Reading(sources_import=not extensions)
@@ -95,19 +95,25 @@ def import_own_extensions(overrides: Iterable[str]) -> None:
     """Import the extensions that the user names in these overrides, before a run is read that needs
     them."""
     for text in _own_extensions(overrides):
-        leaves = dict(flatten(parse_override(text)))
-        import_extensions(leaves[EXTENSIONS_KEY])
+        names = _extensions_in(parse_override(text))
+        if isinstance(names, list | tuple):
+            import_extensions(names)
 
 
 def _own_extensions(overrides: Iterable[str]) -> list[str]:
-    """The last override that names extensions, if there is one."""
-    start = f"{EXTENSIONS_KEY}="
-    return [text for text in overrides if text.lstrip("+").startswith(start)][-1:]
+    """The last override that names extensions, because it replaces earlier ones; an empty list if
+    there is none."""
+    last: list[str] = []
+    for text in overrides:
+        if text.lstrip("+").startswith(f"{EXTENSIONS_KEY}="):
+            last = [text]
+    return last
 
 
 def _extensions_in(tree: Tree) -> object:
     """What a tree has as `trainer.extensions`. One name may be written without a list."""
-    names = dict(flatten(tree)).get(EXTENSIONS_KEY) or ()
+    leaves = dict(flatten(tree))
+    names = leaves.get(EXTENSIONS_KEY) or ()
     return [names] if isinstance(names, str) else names
 
 
@@ -199,7 +205,11 @@ class _Reading:
         without_effect = {**judgement.without_effect, **_unused(config, self._leaves)}
 
         unset = all_keys().keys() - self._leaves.keys()
-        unknown: Set[str] = broken | (self._unknown & all_keys().keys()) | (self._meant & unset)
+        unknown: Set[str] = broken.union(
+            self._unknown & all_keys().keys(),
+            # The value was probably meant for this key.
+            self._meant & unset,
+        )
         if unknown:
             unknown = with_followers(unknown, tree, unset)
         config = without_values(config, unknown)
@@ -219,7 +229,9 @@ class _Reading:
 
     def _report_missing_values(self) -> None:
         """Files of Hydra write `???` for a value that the user must give."""
-        for path in [path for path, value in self._leaves.items() if value == "???"]:
+        for path, value in list(self._leaves.items()):
+            if value != "???":
+                continue
             del self._leaves[path]
             self._unknown.add(path)
             fix = "set one, or remove the key to use its default"

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
@@ -68,7 +68,9 @@ def model_folder(path: str | None) -> Path | None:
     return None if newest is None else newest.parent
 
 
-def read_model_file(path: str | None, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_model_file(
+    path: str | None, overrides: Mapping[str, object] | None = None
+) -> dict[str, object]:
     """The content of a model's config.json, with entries replaced. `path` is a folder, or a hub id
     in the local cache.
 
@@ -113,7 +115,8 @@ def why_no_model(key: str, path: str | None) -> str | None:
 def _why_incomplete(key: str, folder: Path, path: str) -> str | None:
     """Why a folder is no model; None if it has everything."""
     missing = []
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    if not has_weights:
         missing.append("weights")
     if not (folder / "config.json").is_file():
         missing.append("config.json")
@@ -139,15 +142,24 @@ def _nearest_folder(missing: Path) -> str:
     return f"{parent} contains no folder"
 
 
-def num_positions(content: Mapping[str, Any]) -> int:
+def num_positions(content: Mapping[str, object]) -> int:
     """Most tokens in a sequence of a model with this config.json: its own number, or what its
     rotary embeddings are scaled to. Raises ValueError or TypeError if the file does not say."""
     written = content.get("max_position_embeddings") or content.get("n_positions")
     if type(written) is not int or not 0 < written < 2**31:
         raise ValueError(f"max_position_embeddings={written} must be an integer over 0")
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    scaled = rope.get("original_max_position_embeddings", written) * rope.get("factor", 1)
-    return max(written, int(scaled))
+    rope = _rotary_embeddings(content)
+    original = rope.get("original_max_position_embeddings", written)
+    factor = rope.get("factor", 1)
+    if not isinstance(original, int | float) or not isinstance(factor, int | float):
+        raise TypeError(f"rotary embeddings: {original} and {factor} must be numbers")
+    return max(written, int(original * factor))
+
+
+def _rotary_embeddings(content: Mapping[str, object]) -> Mapping[str, object]:
+    """What a config.json says about rotary embeddings; newer files have another name for it."""
+    rope = content.get("rope_parameters") or content.get("rope_scaling")
+    return rope if isinstance(rope, dict) else {}
 
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
@@ -217,13 +229,15 @@ class ModelShape(BaseModel, frozen=True, strict=True, populate_by_name=True):
         return self.num_layers * self.layer_params + self.embedding_params + 2 * self.hidden_size
 
 
-def read_shape(path: str | None, overrides: Mapping[str, Any] | None = None) -> ModelShape:
+def read_shape(path: str | None, overrides: Mapping[str, object] | None = None) -> ModelShape:
     """The shape of the model at a path, with entries of its config.json replaced. Raises
     ShapeUnknown."""
     content = read_model_file(path, overrides)
     content.setdefault("attention_bias", content.get("model_type") == "qwen2")
-    try:  # models write null or 0 for "there are none"
-        return ModelShape.model_validate({name: value for name, value in content.items() if value})
+    # Models write null or 0 for "there are none".
+    entries = {name: value for name, value in content.items() if value}
+    try:
+        return ModelShape.model_validate(entries)
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         value = None if wrong["type"] == "missing" else wrong["input"]
@@ -233,7 +247,7 @@ def read_shape(path: str | None, overrides: Mapping[str, Any] | None = None) -> 
         ) from error
 
 
-def why_not_run(engine: str, content: Mapping[str, Any]) -> str | None:
+def why_not_run(engine: str, content: Mapping[str, object]) -> str | None:
     """Why a rollout engine cannot run the model of a config.json; None if it can, or if the file
     does not say."""
     if engine != "native":
@@ -243,7 +257,7 @@ def why_not_run(engine: str, content: Mapping[str, Any]) -> str | None:
     model_type = content.get("model_type") or MODEL_TYPES[0]
     if model_type not in MODEL_TYPES:
         return _not_native(f"model_type {model_type}", MODEL_TYPES)
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    rope = _rotary_embeddings(content)
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         return _not_native(f"rotary embeddings of type {rope_type}", ROPE_TYPES)

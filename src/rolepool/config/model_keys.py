@@ -1,6 +1,6 @@
 """Keys of the models: what each role loads, how it trains, how it generates."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, Strict, field_validator
 
@@ -96,7 +96,7 @@ class PolicyModelConfig(Section):
     """Rank of LoRA adapters; not implemented yet, only 0 works, which trains all weights."""
     lora_alpha: Annotated[int, Field(ge=0)] = 16
     """Scale of LoRA adapters."""
-    override_config: dict[str, Any] = Field(default_factory=dict)
+    override_config: dict[str, object] = Field(default_factory=dict)
     """Entries of the model's config.json to replace, for example {attention_dropout: 0.0}."""
 
     @property
@@ -193,12 +193,12 @@ class ValKwargs(Section):
 
 
 class EngineKwargsConfig(Section):
-    vllm: dict[str, Any] = Field(default_factory=dict)
+    vllm: dict[str, object] = Field(default_factory=dict)
     """Further arguments of vLLM's LLM class, for example {enable_prefix_caching: false}."""
 
     @field_validator("vllm")
     @classmethod
-    def _check_vllm(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _check_vllm(cls, arguments: dict[str, object]) -> dict[str, object]:
         if "gpu_memory_utilization" in arguments:
             raise ValueError(
                 "vLLM must not measure free memory while other roles load; set "
@@ -293,21 +293,24 @@ class RolloutConfig(Section):
     def engine(self) -> str:
         """The engine that generates: `name`, or `fallback` in place of an engine of another
         project."""
-        return (
-            self.fallback
-            if self.fallback is not None and self.name in ("vllm", *OTHER_ENGINES)
-            else self.name
-        )
+        if self.fallback is not None and self.name in ("vllm", *OTHER_ENGINES):
+            return self.fallback
+        return self.name
 
     @property
     def has_actors_distribution(self) -> bool:
         """Whether tokens are chosen with the probabilities that the actor computes, softmax(logits
         / temperature)."""
-        return self.top_k == -1 and self.top_p == 1 if self.do_sample else self.temperature == 1
+        if not self.do_sample:
+            return self.temperature == 1
+        return self.top_k == -1 and self.top_p == 1
 
     @property
     def checks_parity(self) -> bool:
-        is_wanted = self.engine != "native" if self.parity_check is None else self.parity_check
+        if self.parity_check is None:
+            is_wanted = self.engine != "native"
+        else:
+            is_wanted = self.parity_check
         return is_wanted and self.has_actors_distribution
 
 

@@ -8,10 +8,10 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeVar
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rolepool.config.other_keys import renamed
@@ -20,7 +20,8 @@ from rolepool.config.sources import load_file
 from rolepool.config.values import show
 from rolepool.errors import ConfigError, explained
 
-Tree = dict[str, Any]
+Tree = dict[str, object]
+Value = TypeVar("Value")
 
 UNPARSABLE = (
     yaml.YAMLError,
@@ -60,12 +61,13 @@ def _place_in_file(error: yaml.MarkedYAMLError) -> str:
     return f", line {mark.line + 1}, column {mark.column + 1}"
 
 
-def read_value(name: object, value: object) -> Any:
+def read_value(name: object, value: object) -> object:
     """A value that a Python program set, as plain data: paths become texts, and tuples become
     lists."""
     what = f"{name}={show(value)}: cannot be stored"
     with explained(what, "use texts, numbers, lists and dicts", *UNPARSABLE):
-        return json.loads(json.dumps(value, default=os.fspath))
+        plain: object = json.loads(json.dumps(value, default=os.fspath))
+        return plain
 
 
 def parse_override(text: str) -> Tree:
@@ -86,7 +88,7 @@ def parse_override(text: str) -> Tree:
             OmegaConf.update(tree, path, value.strip())
         else:
             tree = OmegaConf.from_dotlist([f"{path}={_with_spaces_after_colons(value)}"])
-        return dict(as_plain(OmegaConf.to_container(tree, resolve=False)))
+        return as_plain(unresolved(tree))
 
 
 def _is_unquoted_text(path: str, value: str) -> bool:
@@ -108,13 +110,20 @@ def _with_spaces_after_colons(value: str) -> str:
     return mapping.sub(lambda match: _COLON_WITHOUT_SPACE.sub(r"\1: ", match[0]), value)
 
 
-def as_plain(value: Any) -> Any:
+def unresolved(tree: DictConfig) -> Tree:
+    """The values of a tree of OmegaConf, in which references are text."""
+    content = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(content, dict)
+    return {str(name): value for name, value in content.items()}
+
+
+def as_plain(value: Value) -> Value:
     """The value, if it can be printed and stored; bytes and very long numbers raise an error."""
     json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
-def flatten(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Tree, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Leaves by dotted path, under rolepool's names. A key whose value is a mapping is one leaf."""
     for name, value in tree.items():
         written = f"{prefix}{name}"

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
@@ -17,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from rolepool.config.fitting import FITTED_TO, num_slots
 from rolepool.config.functions import ANY_NAME, EXTENDABLE_NAMES
-from rolepool.config.parsing import UNPARSABLE, as_plain, flatten
+from rolepool.config.parsing import UNPARSABLE, as_plain, flatten, unresolved
 from rolepool.config.schema import Config, all_keys
 from rolepool.config.values import show
 from rolepool.errors import one_line
@@ -74,8 +73,8 @@ def resolve(
     return tree, broken
 
 
-def _resolved(tree: DictConfig, path: str) -> Any:
-    value = OmegaConf.select(tree, path, throw_on_resolution_failure=True)
+def _resolved(tree: DictConfig, path: str) -> object:
+    value: object = OmegaConf.select(tree, path, throw_on_resolution_failure=True)
     if OmegaConf.is_config(value):
         return OmegaConf.to_container(value, resolve=True)
     return value
@@ -111,13 +110,15 @@ def validate(
 
 def _key_of(item: ErrorDetails) -> str:
     """The key that an error of pydantic is about. The error may be deep inside of its value."""
-    place = "".join(f"{part}." for part in item["loc"])
+    place = ".".join(map(str, item["loc"])) + "."
     return next(path for path in all_keys() if place.startswith(f"{path}."))
 
 
 def _sentence(key: str, item: ErrorDetails) -> str:
     """One pydantic error as key, value and allowed values."""
-    path = ".".join(str(part) for part in item["loc"] if part != "[key]")
+    names = [str(part) for part in item["loc"]]
+    # pydantic adds this to the place of a name in a mapping that is wrong.
+    path = ".".join(name for name in names if name != "[key]")
     is_whole_value = path == key
     if is_whole_value and item["type"] not in _WITH_OWN_SENTENCE:
         allowed = f"must be {all_keys()[path].type_text}"
@@ -142,11 +143,11 @@ def unknown_functions(tree: DictConfig) -> Iterator[str]:
 def with_followers(unknown: Set[str], tree: DictConfig, unset: Set[str]) -> Set[str]:
     """These keys, and all keys whose value depends on one of them."""
     depends_on: dict[str, set[str]] = {}
-    values = dict(as_plain(OmegaConf.to_container(tree, resolve=False)))
-    for path, value in flatten(values):
+    for path, value in flatten(as_plain(unresolved(tree))):
         depends_on[path] = set(_REFERENCE.findall(str(value)))
     for path in unset & FITTED_TO.keys():
         depends_on[path].update(FITTED_TO[path])
+    # A follower may have followers of its own, so this is repeated until there are no more.
     while True:
         followers = {path for path, keys in depends_on.items() if keys & unknown}
         if followers <= unknown:

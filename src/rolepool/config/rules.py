@@ -185,18 +185,19 @@ def _about_placement(config: Config) -> Iterator[str]:
     placement = config.placement
     if ":" in placement.strategy:  # a function of the user's own, which may use all keys
         return
-    keys = {
-        "split": [f"split.{name}={value}" for name, value in _written(placement.split).items()],
-        "custom": [f"pools.{name}" for name in placement.pools],
-    }
-    keys["custom"] += [f"roles.{name}" for name in placement.roles.model_dump(exclude_none=True)]
-    for strategy, names in keys.items():
-        if placement.strategy == strategy:
-            continue
-        needed = f"placement.strategy={strategy}"
-        chosen = f"placement.strategy={placement.strategy}"
-        for name in names:
-            yield f"placement.{name}: is for {needed}, but {chosen}; set {needed}, or remove it"
+    # The strategy that each setting is for.
+    strategies: dict[str, str] = {}
+    for name, value in _written(placement.split).items():
+        strategies[f"split.{name}={value}"] = "split"
+    for name in placement.pools:
+        strategies[f"pools.{name}"] = "custom"
+    for name in placement.roles.model_dump(exclude_none=True):
+        strategies[f"roles.{name}"] = "custom"
+    for setting, strategy in strategies.items():
+        if strategy != placement.strategy:
+            needed = f"placement.strategy={strategy}"
+            chosen = f"placement.strategy={placement.strategy}"
+            yield f"placement.{setting}: is for {needed}, but {chosen}; set {needed}, or remove it"
 
 
 def _about_split(config: Config) -> Iterator[str]:
@@ -204,11 +205,13 @@ def _about_split(config: Config) -> Iterator[str]:
     number."""
     split = config.placement.split
     written = _written(split)
-    number = {"gpu": "actor_gpus_per_node", "node": "actor_nodes"}.get(split.axis)
-    is_axis_with_number = set(written) == {"axis", number}
-    if config.placement.strategy == "split" and len(written) > 1 and not is_axis_with_number:
-        first, *others = [f"placement.split.{name}={value}" for name, value in written.items()]
-        yield f"{first}: contradicts {' and '.join(others)}; set only one of them"
+    if config.placement.strategy != "split" or len(written) < 2:
+        return
+    number_of_axis = {"gpu": "actor_gpus_per_node", "node": "actor_nodes"}
+    if set(written) == {"axis", number_of_axis.get(split.axis)}:
+        return
+    first, *others = [f"placement.split.{name}={value}" for name, value in written.items()]
+    yield f"{first}: contradicts {' and '.join(others)}; set only one of them"
 
 
 def _written(section: Section) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Keys of the run: data, algorithm, trainer, placement, Ray."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
@@ -51,7 +51,7 @@ class DataConfig(Section):
     system_prompt: str | None = None
     """System message of every chat that does not begin with one. Prompts that are plain text then
     become chats."""
-    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    apply_chat_template_kwargs: dict[str, object] = Field(default_factory=dict)
     """Arguments for the chat template, such as {enable_thinking: false}."""
     train_max_samples: CountOrMinusOne = -1
     """Use only the first N training rows; -1 uses all."""
@@ -64,7 +64,7 @@ class CustomRewardFunctionConfig(Section):
     """Python file with the reward function (docs/rewards.md); null uses reward.functions."""
     name: str = "compute_score"
     """Name of the function in that file."""
-    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reward_kwargs: dict[str, object] = Field(default_factory=dict)
     """Further keyword arguments for the function, such as {strict: true}."""
     max_concurrency: Count | None = None
     """How many responses your functions score at the same time: calls of an async function (null:
@@ -277,11 +277,9 @@ PoolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$"
 
 def _without_removed(pools: object) -> object:
     """The override `placement.pools.NAME=null` removes a pool that a file defines."""
-    return (
-        {name: pool for name, pool in pools.items() if pool is not None}
-        if isinstance(pools, dict)
-        else pools
-    )
+    if not isinstance(pools, dict):
+        return pools  # validation says what is wrong with it
+    return {name: pool for name, pool in pools.items() if pool is not None}
 
 
 class RolePoolsConfig(Section, extra="allow"):

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from rolepool.config.model_files import ShapeUnknown, model_folder, read_model_file
@@ -53,7 +54,10 @@ class StopTokens:
         names = {number: name for name, number in self.tokenizer.ids.items()}
         words = []
         for number in self.ids:
-            words.append(f"{names[number]} ({number})" if number in names else str(number))
+            if number in names:
+                words.append(f"{names[number]} ({number})")
+            else:
+                words.append(str(number))
         return ", ".join(words)
 
     def warnings(self) -> list[str]:
@@ -70,14 +74,18 @@ class StopTokens:
 
     def _warning_about_end(self, end: str) -> str:
         """What to do if no stop token ends a turn of the chat template."""
-        fix = "its responses run past the end of a turn"
-        shown = repr(end if len(end) <= MAX_SHOWN else f"{end[:MAX_SHOWN]}...")
+        effect = "its responses run past the end of a turn"
+        if len(end) <= MAX_SHOWN:
+            shown = repr(end)
+        else:
+            shown = repr(f"{end[:MAX_SHOWN]}...")
         for name, number in self.tokenizer.ids.items():
             if end.startswith(name):
                 shown = name or shown
-                fix = f"{fix}; set {KEY}=[{number}]"
+                effect += f"; set {KEY}=[{number}]"
                 break
-        return f"the chat template ends a turn with {shown}, which does not end a response: {fix}"
+        what = f"the chat template ends a turn with {shown}, which does not end a response"
+        return f"{what}: {effect}"
 
     def _names(self) -> list[str]:
         return [name for name, number in self.tokenizer.ids.items() if number in self.ids]
@@ -125,8 +133,8 @@ def read_stop_tokens(config: Config) -> StopTokens:
         ids += end_tokens("config.json", read_model_file(model.path, model.override_config))
     generation = _read(model.path, "generation_config.json")
     ids += end_tokens("generation_config.json", generation)
-    strings: Any = generation.get("stop_strings") or ()
-    if isinstance(strings, str):
+    strings = generation.get("stop_strings") or ()
+    if not isinstance(strings, list | tuple):
         strings = (strings,)
     return StopTokens(
         ids=united(ids, config.actor_rollout_ref.rollout.stop_token_ids),
@@ -135,7 +143,7 @@ def read_stop_tokens(config: Config) -> StopTokens:
     )
 
 
-def end_tokens(file: str, content: Mapping[str, Any]) -> list[int]:
+def end_tokens(file: str, content: Mapping[str, object]) -> list[int]:
     """The end tokens that a file of a model names."""
     text_config = content.get("text_config")
     written = content.get("eos_token_id")
@@ -143,44 +151,54 @@ def end_tokens(file: str, content: Mapping[str, Any]) -> list[int]:
         written = text_config.get("eos_token_id")
     if written is None:
         return []
-    ids: list[Any] = written if isinstance(written, list) else [written]
-    # `type`, because True is an int.
-    if any(type(number) is not int or number < 0 for number in ids):
-        raise ConfigError(
-            f"{file}: eos_token_id={written} must be a number of a token, or a list of them; correct it"
-        )
-    return list(ids)
+    ids: list[int] = []
+    for number in written if isinstance(written, list) else [written]:
+        # `type`, because True is an int.
+        if type(number) is not int or number < 0:
+            raise ConfigError(
+                f"{file}: eos_token_id={written} must be a number of a token, or a list of them; correct it"
+            )
+        ids.append(number)
+    return ids
 
 
 def united(*lists: Iterable[int]) -> tuple[int, ...]:
     """The numbers of all lists, each once, in the order in which they come first."""
-    return tuple(dict.fromkeys(number for numbers in lists for number in numbers))
+    return tuple(dict.fromkeys(chain(*lists)))
 
 
 def read_tokenizer_files(path: str | None) -> TokenizerFiles:
     settings = {**_read(path, "special_tokens_map.json"), **_read(path, "tokenizer_config.json")}
-    added = _read(path, "tokenizer.json").get("added_tokens") or []
-    decoder = settings.get("added_tokens_decoder") or {}
-    ids = {str(token["content"]): int(token["id"]) for token in added}
-    ids |= {str(token["content"]): int(number) for number, token in decoder.items()}
-    template = settings.get("chat_template")
-    template = _text(path, "chat_template.jinja") or template
-    if isinstance(template, list):
-        template = _default_template(template)
-    texts = {name: _text_of(settings.get(name)) for name in SPECIAL_TOKENS}
+    special_tokens = {}
+    for name in SPECIAL_TOKENS:
+        special_tokens[name] = _text_of(settings.get(name)) or ""
     return TokenizerFiles(
-        eos_token=texts["eos_token"],
-        ids=ids,
-        chat_template=template,
-        more={name: text or "" for name, text in texts.items()},
+        eos_token=_text_of(settings.get("eos_token")),
+        ids=_added_tokens(_read(path, "tokenizer.json"), settings),
+        chat_template=_text(path, "chat_template.jinja") or _template_in(settings),
+        more=special_tokens,
     )
 
 
-def _default_template(templates: list[Any]) -> Any:
-    """That of several templates which have names."""
-    for template in templates:
-        if template.get("name") == "default":
-            return template.get("template")
+def _added_tokens(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, int]:
+    """The added tokens, from tokenizer.json as a list, and from tokenizer_config.json by number."""
+    ids: dict[str, int] = {}
+    for token in tokenizer.get("added_tokens") or ():
+        ids[str(token["content"])] = int(token["id"])
+    by_number = settings.get("added_tokens_decoder") or {}
+    for number, token in by_number.items():
+        ids[str(token["content"])] = int(number)
+    return ids
+
+
+def _template_in(settings: Mapping[str, Any]) -> str | None:
+    """The chat template of tokenizer_config.json; of several, which have names, the default one."""
+    template: str | list[dict[str, str]] | None = settings.get("chat_template")
+    if not isinstance(template, list):
+        return template
+    for named in template:
+        if named.get("name") == "default":
+            return named.get("template")
     return None
 
 

@@ -13,8 +13,8 @@ def unknown_key(path: str) -> str:
     """Why this name cannot be set, and the keys of the section, or the key that the user most
     likely means."""
     if path in all_sections():
-        keys = [key for key in all_keys() if key.startswith(f"{path}.")]
-        return f"is a section; set one of its keys, such as {', '.join(keys[:2])}"
+        examples = ", ".join(keys_below(path)[:2])
+        return f"is a section; set one of its keys, such as {examples}"
     hints = _hints_for(path)
     if not hints:
         return "unknown key; `rolepool config` lists all keys"
@@ -31,11 +31,10 @@ def _hints_for(path: str) -> list[Hint]:
     named = hint_for_key(path)
     if named is not None:
         return [named]
-    keys = list(all_keys())
-    without_first_sections = [key for key in keys if key.endswith(f".{path}")]
+    without_first_sections = _keys_ending_with(path)
     if without_first_sections:
         return _without_remarks(without_first_sections)
-    similar = difflib.get_close_matches(path, keys, n=1, cutoff=MIN_SIMILARITY)
+    similar = difflib.get_close_matches(path, list(all_keys()), n=1, cutoff=MIN_SIMILARITY)
     if similar:
         return _without_remarks(similar)
     return _hints_for_end_of(path) or _only_key_with_last_name_of(path)
@@ -55,23 +54,30 @@ def _hints_for_end_of(path: str) -> list[Hint]:
         hint = hint_for_key(".".join(words[first:]))
         if hint is None or section not in all_sections():
             continue
-        in_section = _keys_in_section(section, hint.key.rpartition(".")[2])
+        _, _, last_name = hint.key.rpartition(".")
+        in_section = [key for key in _keys_ending_with(last_name) if key in keys_below(section)]
         if not in_section or hint.key in in_section:
             return [hint]
         return _without_remarks(in_section)
     return []
 
 
-def _keys_in_section(section: str, last_name: str) -> list[str]:
-    below = [key for key in all_keys() if key.startswith(f"{section}.")]
-    return [key for key in below if key.endswith(f".{last_name}")]
+def keys_below(section: str) -> list[str]:
+    """The keys of a section and of the sections in it."""
+    return [key for key in all_keys() if key.startswith(f"{section}.")]
+
+
+def _keys_ending_with(name: str) -> list[str]:
+    return [key for key in all_keys() if key.endswith(f".{name}")]
 
 
 def _only_key_with_last_name_of(path: str) -> list[Hint]:
     """The key of another section with the same last name, if there is only one. A name without an
     underscore, such as `path`, says too little."""
-    last_name = path.rpartition(".")[2]
+    _, _, last_name = path.rpartition(".")
     if "_" not in last_name:
         return []
-    keys = [key for key in all_keys() if key.endswith(f".{last_name}")]
-    return _without_remarks(keys) if len(keys) == 1 else []
+    keys = _keys_ending_with(last_name)
+    if len(keys) != 1:
+        return []
+    return _without_remarks(keys)

@@ -47,7 +47,8 @@ def escaped(value: object) -> object:
 
 
 def fully_escaped(value: object) -> object:
-    """The same, and texts that look like OmegaConf's mark of a missing value stay text, too."""
+    """The value, with texts such as `${x}`, and texts that look like OmegaConf's mark of a missing
+    value, written so that they stay text when they are read as a config."""
     return _with_texts_changed(escaped(value), _with_missing_escaped)
 
 

@@ -5,7 +5,8 @@ Each library is imported only if `trainer.logger` names it.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -32,33 +33,40 @@ class Loggers:
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._loggers: dict[str, MetricsLogger] = {}
-
-        def start(name: str) -> None:
-            self._loggers[name] = LOGGERS[name](config, folder)
-
-        self._try([name for name in config.trainer.logger if name in LOGGERS], start)
+        for name in config.trainer.logger:
+            # The console and the run folder are no libraries.
+            if name in LOGGERS:
+                with self._removed_if_it_fails(name):
+                    self._loggers[name] = LOGGERS[name](config, folder)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._try(self._loggers, lambda name: self._loggers[name].log(step, metrics))
+        for name, library in list(self._loggers.items()):
+            with self._removed_if_it_fails(name):
+                library.log(step, metrics)
 
     def log_samples(self, step: int, samples: Samples) -> None:
         """Log samples of a validation, with the loggers that have tables."""
-        if samples:
-            self._try(self._loggers, lambda name: self._loggers[name].log_samples(step, samples))
+        if not samples:
+            return
+        for name, library in list(self._loggers.items()):
+            with self._removed_if_it_fails(name):
+                library.log_samples(step, samples)
 
     def close(self) -> None:
-        self._try(self._loggers, lambda name: self._loggers[name].close())
+        for name, library in list(self._loggers.items()):
+            with self._removed_if_it_fails(name):
+                library.close()
 
-    def _try(self, names: Iterable[str], act: Callable[[str], None]) -> None:
-        """Do something with each logger; remove it if that fails."""
-        for name in list(names):
-            try:
-                act(name)
-            except Exception as error:  # no logger may stop training
-                logger.warning(
-                    "trainer.logger: %s failed; training continues without it: %r", name, error
-                )
-                self._loggers.pop(name, None)
+    @contextmanager
+    def _removed_if_it_fails(self, name: str) -> Iterator[None]:
+        """Use a logger in the block."""
+        try:
+            yield
+        except Exception as error:  # no logger may stop training
+            logger.warning(
+                "trainer.logger: %s failed; training continues without it: %r", name, error
+            )
+            self._loggers.pop(name, None)
 
 
 class TensorBoard:

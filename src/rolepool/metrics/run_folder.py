@@ -172,8 +172,11 @@ class RunFolder:
     def _next_earlier_folder(self) -> Path:
         """The first `earlier/N` after all that exist."""
         earlier = self.path / "earlier"
-        numbers = [int(path.name) for path in earlier.glob("*") if path.name.isdecimal()]
-        return earlier / str(max(numbers, default=0) + 1)
+        newest = 0
+        for path in earlier.glob("*"):
+            if path.name.isdecimal():
+                newest = max(newest, int(path.name))
+        return earlier / str(newest + 1)
 
     def _folders_after(self, step: int) -> list[Path]:
         """What the folders of `STEP_FOLDERS` have for later steps."""
@@ -191,14 +194,17 @@ class RunFolder:
     def add_plan(self, first_step: int, plan: Plan, schedule: Schedule | None = None) -> None:
         """Write to plan.json that the plan holds from this step on. Plans of later steps are
         removed."""
-        earlier: list[PlannedSteps] = []
+        plans: list[PlannedSteps] = []
         with suppress(OSError, ValueError):  # there is none, or it is damaged
-            history = PlanHistory.model_validate_json(read_small(self.path / "plan.json")).plans
-            earlier = [planned for planned in history if planned.first_step < first_step]
-        if earlier and earlier[-1].plan == plan:
-            first_step = earlier.pop().first_step
-        earlier.append(PlannedSteps(first_step, plan, schedule))
-        self.write("plan.json", PlanHistory(plans=earlier).model_dump_json(indent=2))
+            text = read_small(self.path / "plan.json")
+            history = PlanHistory.model_validate_json(text)
+            plans = [planned for planned in history.plans if planned.first_step < first_step]
+        if plans and plans[-1].plan == plan:
+            # A run that resumes with the same placement has not moved.
+            first_step = plans.pop().first_step
+        plans.append(PlannedSteps(first_step, plan, schedule))
+        text_of_all = PlanHistory(plans=plans).model_dump_json(indent=2)
+        self.write("plan.json", text_of_all)
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._append("metrics.jsonl", [json.dumps({"step": step, **metrics})])
@@ -230,7 +236,7 @@ class RunFolder:
     ) -> None:
         """What a validation, or a training step, generated, one row for each response."""
         (self.path / folder).mkdir(exist_ok=True)
-        lines = (f"{json.dumps(row, default=str)}\n" for row in samples)
+        lines = [json.dumps(row, default=str) + "\n" for row in samples]
         self.write(f"{folder}/step_{step:06d}.jsonl", "".join(lines))
 
     def add_monitor(self, samples: Iterable[Mapping[str, object]]) -> None:

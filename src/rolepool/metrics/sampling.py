@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
-from typing import Any, NamedTuple, NotRequired
+from typing import NamedTuple, NotRequired
 
 import psutil
 import pynvml
@@ -40,13 +40,19 @@ def once_per_second(look: Callable[[], None]) -> Callable[[], None]:
 
 
 class GpuSample(TypedDict):
-    utilization: Number  # percent
+    """What a GPU uses."""
+
+    utilization: Number
+    """In percent."""
     memory_bytes: Integer
     memory_total_bytes: NotRequired[Integer]
     pools: list[str]
+    """The pools that have processes on it."""
 
 
 class ProcessSample(TypedDict):
+    """What a process of a pool uses."""
+
     pool: str
     cpu_percent: Number
     memory_bytes: Integer
@@ -59,6 +65,27 @@ class Sample(TypedDict):
     time_s: Number
     gpus: list[GpuSample]
     processes: list[ProcessSample]
+
+
+class MeasuredGpu(GpuSample):
+    """A GPU as it is written."""
+
+    index: int
+    power_w: float
+
+
+class MeasuredProcess(ProcessSample):
+    """A process as it is written."""
+
+    pid: int
+    rank: int
+    roles: list[str]
+
+
+class MeasuredSample(Sample):
+    """A sample as it is written."""
+
+    node: str
 
 
 class Watched(NamedTuple):
@@ -81,7 +108,7 @@ class NodeMonitor:
         self, node: str, watched: Sequence[Watched], roles: Mapping[str, list[str]]
     ) -> None:
         self._node = node
-        self._samples: deque[dict[str, object]] = deque(maxlen=MAX_SAMPLES)
+        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self.watch(watched, roles)
         once_per_second(lambda: self._samples.append(self.sample()))
 
@@ -97,59 +124,61 @@ class NodeMonitor:
         self._roles = roles
         self._processes = processes
 
-    def take(self) -> list[dict[str, object]]:
+    def take(self) -> list[Sample]:
         """The samples since the last call."""
         # Not `list` and `clear`, because the thread may add a sample in between.
         return [self._samples.popleft() for _ in range(len(self._samples))]
 
-    def sample(self) -> dict[str, object]:
+    def sample(self) -> Sample:
         """What the GPUs use now, and the processes that are still running."""
-        gpus = self._sample_gpus()
-        processes = self._sample_processes()
-        return {"time_s": time.time(), "node": self._node, "gpus": gpus, "processes": processes}
+        sample: MeasuredSample = {
+            "time_s": time.time(),
+            "node": self._node,
+            "gpus": self._sample_gpus(),
+            "processes": self._sample_processes(),
+        }
+        return sample
 
-    def _sample_gpus(self) -> list[dict[str, object]]:
-        gpus: list[dict[str, object]] = []
+    def _sample_gpus(self) -> list[GpuSample]:
+        gpus: list[GpuSample] = []
         for index, handle in self._gpus.items():
             pools = {member.pool for member in self._processes if member.gpu == index}
             with suppress(pynvml.NVMLError):  # the GPU has failed, or cannot tell one of these
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-                gpus.append(
-                    {
-                        "index": index,
-                        "utilization": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-                        "memory_bytes": int(memory.used),
-                        "memory_total_bytes": int(memory.total),
-                        "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-                        "pools": sorted(pools),
-                    }
-                )
+                gpu: MeasuredGpu = {
+                    "index": index,
+                    "utilization": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+                    "memory_bytes": int(memory.used),
+                    "memory_total_bytes": int(memory.total),
+                    "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+                    "pools": sorted(pools),
+                }
+                gpus.append(gpu)
         return gpus
 
-    def _sample_processes(self) -> list[dict[str, object]]:
-        processes: list[dict[str, object]] = []
-        for (pid, pool, rank, _), process in self._processes.items():
+    def _sample_processes(self) -> list[ProcessSample]:
+        processes: list[ProcessSample] = []
+        for member, process in self._processes.items():
             with suppress(psutil.Error):  # the process has ended
-                processes.append(
-                    {
-                        "pid": pid,
-                        "pool": pool,
-                        "rank": rank,
-                        "roles": self._roles.get(pool, []),
-                        "cpu_percent": process.cpu_percent(),
-                        "memory_bytes": process.memory_info().rss,
-                    }
-                )
+                measured: MeasuredProcess = {
+                    "pid": member.pid,
+                    "pool": member.pool,
+                    "rank": member.rank,
+                    "roles": self._roles.get(member.pool, []),
+                    "cpu_percent": process.cpu_percent(),
+                    "memory_bytes": process.memory_info().rss,
+                }
+                processes.append(measured)
         return processes
 
 
-def _handles(indices: Collection[int]) -> dict[int, Any]:
+def _handles(indices: Collection[int]) -> dict[int, object]:
     """NVML's handles of the GPUs with these indices.
 
     A GPU that NVML does not know is left out, because Ray can be told to count more GPUs than the
     node has, and a container may hide some of them from NVML.
     """
-    handles: dict[int, Any] = {}
+    handles: dict[int, object] = {}
     if not indices:
         return handles
     with suppress(pynvml.NVMLError):  # no driver
@@ -160,30 +189,41 @@ def _handles(indices: Collection[int]) -> dict[int, Any]:
     return handles
 
 
-def pool_use(sample: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Mean utilization (%) and peak memory (GiB) of each pool, from its GPUs, or from its processes
-    if it has no GPU (100% is one core)."""
-    of_gpus: dict[str, list[tuple[float, int]]] = defaultdict(list)
+class PoolUse(NamedTuple):
+    """What a pool uses."""
+
+    percent: float
+    """The mean utilization of its GPUs, or of its processes if it has no GPU (100% is one core)."""
+    memory_gib: float
+    """The memory of the GPU, or of the process, that uses the most."""
+
+
+def pool_use(sample: Sample) -> dict[str, PoolUse]:
+    """What each pool uses: its GPUs, or its processes if it has no GPU."""
+    of_gpus: dict[str, list[GpuSample]] = defaultdict(list)
     for gpu in sample["gpus"]:
         for pool in gpu["pools"]:
-            of_gpus[pool].append((gpu["utilization"], gpu["memory_bytes"]))
-    of_processes: dict[str, list[tuple[float, int]]] = defaultdict(list)
+            of_gpus[pool].append(gpu)
+    of_processes: dict[str, list[ProcessSample]] = defaultdict(list)
     for process in sample["processes"]:
-        used = (process["cpu_percent"], process["memory_bytes"])
-        of_processes[process["pool"]].append(used)
+        of_processes[process["pool"]].append(process)
 
-    uses = {}
-    for pool, amounts in {**of_processes, **of_gpus}.items():
-        percent = fmean(percent for percent, _ in amounts)
-        num_bytes = max(num_bytes for _, num_bytes in amounts)
-        uses[pool] = (percent, num_bytes / 2**30)
+    uses: dict[str, PoolUse] = {}
+    for pool, processes in of_processes.items():
+        percent = fmean(process["cpu_percent"] for process in processes)
+        num_bytes = max(process["memory_bytes"] for process in processes)
+        uses[pool] = PoolUse(percent, num_bytes / 2**30)
+    for pool, gpus in of_gpus.items():
+        percent = fmean(gpu["utilization"] for gpu in gpus)
+        num_bytes = max(gpu["memory_bytes"] for gpu in gpus)
+        uses[pool] = PoolUse(percent, num_bytes / 2**30)
     return uses
 
 
-def pool_utilization(samples: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def pool_utilization(samples: Iterable[Sample]) -> dict[str, float]:
     """`pool/NAME/utilization` in percent."""
     percents = defaultdict(list)
     for sample in samples:
-        for pool, (percent, _) in pool_use(sample).items():
-            percents[f"pool/{pool}/utilization"].append(percent)
+        for pool, use in pool_use(sample).items():
+            percents[f"pool/{pool}/utilization"].append(use.percent)
     return {name: fmean(values) for name, values in percents.items()}

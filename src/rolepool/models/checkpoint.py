@@ -26,7 +26,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,8 +111,12 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
     rank, num_ranks = rank_and_count()
     folder.mkdir(parents=True, exist_ok=True)
     tensors = all_tensors(trained)
-    bytes_so_far = list(accumulate(tensor.nbytes for tensor in tensors.values()))
-    file_of = {name: 1 + end // file_bytes for name, end in zip(tensors, bytes_so_far, strict=True)}
+    # Each tensor goes to the file that is reached when it and all before it are written.
+    file_of: dict[str, int] = {}
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        num_bytes += tensor.nbytes
+        file_of[name] = 1 + num_bytes // file_bytes
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=file_of, save_distributed=True
     )
@@ -292,7 +295,9 @@ def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
 def write_hashes(beside: Path, files: Iterable[Path]) -> None:
     """Write the hashes of files into a file next to `beside`, with the same name and another
     suffix."""
-    lines = (f"{digest}  {file.name}\n" for file, digest in _hashes(files).items())
+    lines: list[str] = []
+    for file, digest in _hashes(files).items():
+        lines.append(f"{digest}  {file.name}\n")
     beside.with_suffix(_HASHES).write_text("".join(lines), encoding="utf-8")
 
 
@@ -309,16 +314,15 @@ def check_hashes(folder: Path) -> None:
                 if Path(name).name == name:
                     expected[file.parent / name] = digest
     with explained(f"{folder}: cannot be read", fix):
-        read = [file for file in folder.rglob("*") if _is_read(file)]
-        unlisted = sorted(file for file in read if file not in expected)
-        if unlisted:
-            raise ConfigError(_missing_hash(unlisted[0]))
+        for file in sorted(folder.rglob("*")):
+            if _is_read(file) and file not in expected:
+                raise ConfigError(_missing_hash(file))
         hashes = _hashes(expected)
-        damaged = [file for file, digest in hashes.items() if digest != expected[file]]
-    if damaged:
-        raise ConfigError(
-            f"{damaged[0]}: damaged, because its hash is not the one that was saved; {fix}"
-        )
+    for file, digest in hashes.items():
+        if digest != expected[file]:
+            raise ConfigError(
+                f"{file}: damaged, because its hash is not the one that was saved; {fix}"
+            )
 
 
 def _is_read(file: Path) -> bool:
@@ -395,7 +399,8 @@ def export_hf(
     config.json is that of the saved model, which includes the user's overrides and the head; its
     `dtype` is that of the saved weights.
     """
-    if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
+    is_empty_folder = out_dir.is_dir() and not any(out_dir.iterdir())
+    if out_dir.exists() and not is_empty_folder:
         raise ConfigError(f"{out_dir}: already exists; export into a new folder")
     _, saved = _read_saved(folder)
     check_hashes(folder)
@@ -408,13 +413,9 @@ def export_hf(
     out_dir = out_dir.absolute()
     temporary = temporary_folder(out_dir)
     try:
-        for path in sorted(model_config_dir.iterdir()):
-            if path.is_file() and path.suffix in _COPIED and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, temporary / path.name)
+        _copy_files(model_config_dir, temporary, _is_copied)
         if tokenizer_dir is not None:
-            for path in sorted(tokenizer_dir.iterdir()):
-                if path.is_file() and path.name.startswith(_OF_TOKENIZERS):
-                    shutil.copyfile(path, temporary / path.name)
+            _copy_files(tokenizer_dir, temporary, lambda name: name.startswith(_OF_TOKENIZERS))
         save_torch_state_dict(weights, temporary, max_shard_size=file_bytes)
         saved_config = folder / "config.json"
         config_file = temporary / "config.json"
@@ -423,6 +424,18 @@ def export_hf(
         publish(temporary, out_dir)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _copy_files(source: Path, target: Path, is_wanted: Callable[[str], bool]) -> None:
+    """Copy the files of a folder whose names are wanted."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and is_wanted(path.name):
+            shutil.copyfile(path, target / path.name)
+
+
+def _is_copied(name: str) -> bool:
+    """Whether an export copies a file of the original model. An index belongs to its weights."""
+    return Path(name).suffix in _COPIED and not name.endswith(".index.json")
 
 
 def _exported_config(source: Path, weights: Iterable[Tensor]) -> str:
@@ -563,8 +576,11 @@ def _newest_first(run_dir: Path) -> list[Path]:
 
 def _parts(folder: Path) -> list[Path]:
     """The folders of saved roles in a checkpoint."""
-    folders = [path for path in sorted(folder.iterdir()) if path.is_dir()]
-    return [path for path in folders if not path.name.startswith(".")]
+    parts: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.name.startswith("."):
+            parts.append(path)
+    return parts
 
 
 def _problem(folder: Path, check: Check | None = None) -> str | None:

@@ -5,9 +5,10 @@ critic's new head, or from a saved state that is loaded afterwards. A model is n
 the config, such as `critic.model`. Code from its folder runs only if the user allows it.
 """
 
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -31,26 +32,35 @@ UNREADABLE = (ValueError, TypeError, KeyError, SafetensorError, StrictDataclassE
 """What transformers raises, besides OSError, if it cannot load a model from a folder."""
 FIX = "give a model's folder or hub id"
 
+AutoClass = Any
+"""A class of transformers that makes models, such as `AutoModelForCausalLM`. They have no common
+base."""
+
 
 def read_model_config(
-    config: Config, section: str, **entries: Any
+    config: Config, section: str, **entries: object
 ) -> transformers.PretrainedConfig:
     """The config of the model that a section names, with these entries replaced. A folder with
     missing or damaged files is an error."""
     keys = config.at(section)
-    key, path = f"{section}.path", keys.path
-    if (reason := why_no_model(key, path)) is not None:
+    key = f"{section}.path"
+    path = keys.path
+    reason = why_no_model(key, path)
+    if reason is not None:
         raise ConfigError(reason)
     folder = Path(path).expanduser()
-    overrides = (
-        {**keys.override_config, **entries} if isinstance(keys, PolicyModelConfig) else entries
-    )
-    problem = "is neither a folder nor a model on the hub"
-    if folder.is_dir():
-        problem = f"cannot be loaded with {overrides}" if overrides else "cannot be loaded"
+    overrides = dict(entries)
+    if isinstance(keys, PolicyModelConfig):
+        overrides = {**keys.override_config, **entries}
+    if not folder.is_dir():
+        problem = "is neither a folder nor a model on the hub"
+    elif overrides:
+        problem = f"cannot be loaded with {overrides}"
+    else:
+        problem = "cannot be loaded"
     settings = {"trust_remote_code": _is_trusted(config, section), **overrides}
     with explained(f"{key}={path}: {problem}", FIX, *UNREADABLE):
-        found: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(
+        model_config: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(
             str(folder), **settings
         )
     for file in sorted(folder.glob("*.safetensors")):
@@ -60,16 +70,16 @@ def read_model_config(
             safe_open(file, "pt"),
         ):
             pass
-    return found
+    return model_config
 
 
 def _is_trusted(config: Config, section: str) -> bool:
     """Whether code from a model's folder may run. Only a reward model has a key of its own for
     it."""
     keys = config.at(section)
-    return (
-        keys if isinstance(keys, RewardModelModelConfig) else config.actor_rollout_ref.model
-    ).trust_remote_code
+    if isinstance(keys, RewardModelModelConfig):
+        return keys.trust_remote_code
+    return config.actor_rollout_ref.model.trust_remote_code
 
 
 def load_policy(
@@ -77,19 +87,18 @@ def load_policy(
 ) -> nn.Module:
     """A causal language model that also has `token_scores`. Its batches are packed or padded. With
     `reads_weights=False`, its weights are undefined until a saved state is loaded."""
-    section = "actor_rollout_ref.model"
+    load = _load if reads_weights else _without_weights
     auto = transformers.AutoModelForCausalLM
-    model: Any
-    if reads_weights:
-        model = _load(config, section, auto, dtype, packed)
-    else:
-        model = _without_weights(config, section, auto, dtype, packed)
+    model = load(config, "actor_rollout_ref.model", auto, dtype, packed)
+    return add_token_scores(model, has_plain_head=_has_plain_head(model))
+
+
+def _has_plain_head(model: transformers.PreTrainedModel) -> bool:
+    """Whether logits are just the last hidden states times the weight of the head."""
     head = model.get_output_embeddings()
-    is_plain = isinstance(head, nn.Linear) and head.bias is None
-    is_plain = is_plain and all(
-        getattr(model.config, name, None) in (None, 1) for name in CHANGES_LOGITS
-    )
-    return add_token_scores(model, has_plain_head=is_plain)
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return False
+    return all(getattr(model.config, name, None) in (None, 1) for name in CHANGES_LOGITS)
 
 
 def load_critic(
@@ -109,13 +118,18 @@ def load_reward_model(config: Config, section: str, dtype: torch.dtype) -> nn.Mo
 
 
 def _load(
-    config: Config, section: str, auto: Any, dtype: torch.dtype, packed: bool, **entries: Any
-) -> nn.Module:
-    model_config, path = read_model_config(config, section, **entries), config.at(section).path
-    has_new_head, where = (
-        auto is transformers.AutoModelForTokenClassification,
-        f"{section}.path={path}",
-    )
+    config: Config,
+    section: str,
+    auto: AutoClass,
+    dtype: torch.dtype,
+    packed: bool,
+    **entries: object,
+) -> transformers.PreTrainedModel:
+    """The model of a section, with the weights of its files."""
+    model_config = read_model_config(config, section, **entries)
+    path = config.at(section).path
+    where = f"{section}.path={path}"
+    has_new_head = auto is transformers.AutoModelForTokenClassification
     settings = {
         "config": model_config,
         "dtype": dtype,
@@ -124,27 +138,19 @@ def _load(
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # they are reported in `info`, and are errors below
     }
-    model: nn.Module
-    with explained(f"{where}: cannot be loaded", FIX, *UNREADABLE), ExitStack() as restored:
-        # Without progress bars and without transformers' report of new weights, which are checked
-        # below.
-        restored.callback(transformers_logging.set_verbosity, transformers_logging.get_verbosity())
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
+    model: transformers.PreTrainedModel
+    with explained(f"{where}: cannot be loaded", FIX, *UNREADABLE), _quiet_transformers():
         model_class = _token_classifier(model_config) if has_new_head else auto
         model, info = model_class.from_pretrained(str(Path(path).expanduser()), **settings)
-    trunk = f"{model.base_model_prefix}."
-    missing = [name for name in info["missing_keys"] if name.startswith(trunk) or not has_new_head]
-    of_other_shape = [name for name, *_ in info["mismatched_keys"]]
-    for names, reason in (
-        (missing, "are not in its files"),
-        (of_other_shape, "have another shape in its files"),
-    ):
-        if names:
-            raise ConfigError(
-                f"{where}: weights of a {type(model).__name__} {reason} ({first_few(sorted(names), 3)}), so they "
-                "would be random; give such a model with all its weights; override_config must not change its shape"
-            )
+
+    missing = sorted(info["missing_keys"])
+    if has_new_head:
+        # The trunk must be complete. What is outside of it is the new head.
+        missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
+    _check_none(where, model, missing, "are not in its files")
+    of_other_shape = sorted(name for name, *_ in info["mismatched_keys"])
+    _check_none(where, model, of_other_shape, "have another shape in its files")
+
     damaged = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
     if damaged:
         what = f"weights are not finite ({first_few(damaged, 3)}), so every result would be NaN"
@@ -155,25 +161,54 @@ def _load(
     return model
 
 
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars, and no report of new weights, because these are checked here."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _check_none(where: str, model: nn.Module, weights: Sequence[str], reason: str) -> None:
+    """Raise ConfigError if there are such weights."""
+    if weights:
+        what = f"weights of a {type(model).__name__} {reason} ({first_few(weights, 3)})"
+        fix = "give such a model with all its weights; override_config must not change its shape"
+        raise ConfigError(f"{where}: {what}, so they would be random; {fix}")
+
+
 def _without_weights(
-    config: Config, section: str, auto: Any, dtype: torch.dtype, packed: bool, **entries: Any
-) -> nn.Module:
-    """The same model, but no weight is read or drawn. Buffers that are not saved have their
-    values."""
-    model_config, path = read_model_config(config, section, **entries), config.at(section).path
+    config: Config,
+    section: str,
+    auto: AutoClass,
+    dtype: torch.dtype,
+    packed: bool,
+    **entries: object,
+) -> transformers.PreTrainedModel:
+    """The model of a section, of which no weight is read or drawn. Buffers that are not saved have
+    their values."""
+    model_config = read_model_config(config, section, **entries)
+    path = config.at(section).path
     has_new_head = auto is transformers.AutoModelForTokenClassification
     model_class = _token_classifier(model_config) if has_new_head else auto
     # A class of `transformers.Auto...` chooses the class of the model, which has a private method.
     make = getattr(model_class, "from_config", None) or model_class._from_config
-    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": PACKED if packed else None}
+    settings: dict[str, object] = {
+        "dtype": dtype,
+        "attn_implementation": PACKED if packed else None,
+    }
     if make.__name__ == "from_config":
         settings["trust_remote_code"] = _is_trusted(config, section)
     with explained(f"{section}.path={path}: cannot be loaded", FIX, *UNREADABLE), no_init_weights():
-        model: Any = make(model_config, **settings)
+        model: transformers.PreTrainedModel = make(model_config, **settings)
     model.tie_weights()  # without initialization transformers leaves it out
     model.eval()  # as `from_pretrained` does
     _remove_dropout(model)
-    return cast(nn.Module, model)
+    return model
 
 
 def _remove_dropout(model: nn.Module) -> None:
@@ -183,26 +218,25 @@ def _remove_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def _token_classifier(config: transformers.PretrainedConfig) -> Any:
+def _token_classifier(config: transformers.PretrainedConfig) -> AutoClass:
     """The class of a critic. Some models of transformers have none; theirs has the same parts as
     those of others."""
     kind = type(config)
-    if (
-        kind in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
-        or kind not in transformers.MODEL_MAPPING
-    ):
+    has_classifier = kind in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    if has_classifier or kind not in transformers.MODEL_MAPPING:
         return transformers.AutoModelForTokenClassification
     trunk: Any = transformers.MODEL_MAPPING[kind]
-    family = next(
-        base for base in trunk.__mro__[1:] if issubclass(base, transformers.PreTrainedModel)
-    )
-    return type(
-        f"{trunk.__name__}ForTokenClassification", (GenericForTokenClassification, family), {}
-    )
+    # The class of all models of this family, such as `LlamaPreTrainedModel`.
+    bases = trunk.__mro__[1:]
+    family = next(base for base in bases if issubclass(base, transformers.PreTrainedModel))
+    name = f"{trunk.__name__}ForTokenClassification"
+    return type(name, (GenericForTokenClassification, family), {})
 
 
 def _is_finite(weight: torch.Tensor) -> bool:
     """Whether no number is NaN or infinite. Takes no memory of the weight's size."""
-    return weight.numel() == 0 or all(
-        bound.isfinite().item() for bound in weight.detach().aminmax()
-    )
+    if weight.numel() == 0:
+        return True
+    # NaN is both the smallest and the largest number of a tensor that has one.
+    smallest, largest = weight.detach().aminmax()
+    return bool(smallest.isfinite()) and bool(largest.isfinite())

@@ -9,23 +9,28 @@ import numpy.typing as npt
 
 def by_rows(num_rows: int, rows_per_part: int) -> list[list[int]]:
     """Parts of `rows_per_part` rows, in order; the last may be smaller."""
-    rows = list(range(num_rows))
-    return [rows[start : start + rows_per_part] for start in range(0, num_rows, rows_per_part)]
+    parts: list[list[int]] = []
+    for start in range(0, num_rows, rows_per_part):
+        end = min(start + rows_per_part, num_rows)
+        parts.append(list(range(start, end)))
+    return parts
 
 
 def num_passes(lengths: Sequence[int], max_tokens: int) -> int:
     """The fewest micro-batches of at most `max_tokens` tokens (or of one longer row) that
     `balanced` can make."""
     limit = max(max_tokens, max(lengths, default=0))
-
-    def fits(part: Sequence[int]) -> bool:
-        return sum(lengths[row] for row in part) <= limit
-
     fewest = max(1, -(-sum(lengths) // limit))
     for count in range(fewest, len(lengths)):
-        if all(map(fits, balanced(lengths, count))):
+        parts = balanced(lengths, count)
+        most_tokens = max(_num_tokens(lengths, part) for part in parts)
+        if most_tokens <= limit:
             return count
     return max(1, len(lengths))
+
+
+def _num_tokens(lengths: Sequence[int], part: Sequence[int]) -> int:
+    return sum(lengths[row] for row in part)
 
 
 def balanced(
@@ -36,7 +41,7 @@ def balanced(
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     # The parts that have room: their tokens, their rows, and their numbers.
     heap = [(0, 0, part) for part in range(num_parts)]
-    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    longest_first = sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True)
     for row in longest_first:
         tokens, size, part = heapq.heappop(heap)
         parts[part].append(row)
@@ -61,7 +66,11 @@ def rank_order(
             parts = balanced([lengths[row] for row in rows], num_ranks, size)
         else:
             parts = by_rows(len(rows), size)
+        first_row = rows[0]
         for of_rank, part in zip(rows_of_rank, parts, strict=True):
             # A part has numbers within the mini-batch.
-            of_rank.extend(rows[0] + row for row in part)
-    return np.concatenate([np.asarray(rows, dtype=np.int64) for rows in rows_of_rank])
+            of_rank.extend(first_row + row for row in part)
+    order: list[int] = []
+    for rows in rows_of_rank:
+        order += rows
+    return np.asarray(order, dtype=np.int64)

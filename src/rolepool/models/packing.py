@@ -12,6 +12,7 @@ recomputes them in the backward pass. Arithmetic on 16-bit logits is in float32.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MethodType
@@ -78,6 +79,7 @@ class TokenRows:
         """`batch` is in host memory. Only `ids` are copied to the device."""
         ids, offsets = ragged_parts(batch[INPUT_IDS])
         num_prompt = batch[NUM_PROMPT_TOKENS]
+        num_rows = len(num_prompt)
         self.ids = on_device(ids, device)
         """All tokens, flat."""
         self.lengths = offsets.diff()
@@ -85,9 +87,11 @@ class TokenRows:
         self.num_response = self.lengths - num_prompt
         """Number of response tokens of each row."""
         self._batch = batch
-        self._rows = torch.repeat_interleave(torch.arange(len(num_prompt)), self.lengths)
+        # For each of all tokens: its row, and its place in the row.
+        self._rows = torch.repeat_interleave(torch.arange(num_rows), self.lengths)
         self._positions = torch.arange(len(ids)) - offsets[self._rows]
-        self._places_of_responses = (self._positions >= num_prompt[self._rows]).nonzero()[:, 0]
+        is_response = self._positions >= num_prompt[self._rows]
+        self._places_of_responses = is_response.nonzero()[:, 0]
 
     @property
     def responses(self) -> Tensor:
@@ -119,19 +123,20 @@ class TokenRows:
         return inputs, self._on_device(self._places_of_responses - 1)
 
     def padded_inputs(self, pad_token_id: int = 0) -> tuple[Inputs, Tensor]:
-        """The same with one row each, padded on the right to the longest; places count through all
-        rows."""
+        """A model's inputs with a row for each row of the micro-batch, padded on the right to the
+        longest, and the place of the token before each response token, counted through all rows."""
+        num_rows = len(self.lengths)
         width = int(self.lengths.max())
-        is_real = torch.arange(width) < self.lengths[:, None]
         places = self._rows * width + self._positions
-        padding = self.ids.new_full((is_real.numel(),), pad_token_id)
+        padding = self.ids.new_full((num_rows * width,), pad_token_id)
         ids = padding.index_copy(0, self._on_device(places), self.ids)
-        before = self._on_device(places[self._places_of_responses] - 1)
+        is_real = torch.arange(width) < self.lengths[:, None]
         inputs = {
-            "input_ids": ids.view(is_real.shape),
+            "input_ids": ids.view(num_rows, width),
             "attention_mask": self._on_device(is_real.long()),
         }
-        return inputs, before
+        places_before = places[self._places_of_responses] - 1
+        return inputs, self._on_device(places_before)
 
     def pad(self, of_responses: Tensor) -> Tensor:
         """Values of response tokens as [rows, longest response], with zeros after the end of each
@@ -139,10 +144,11 @@ class TokenRows:
         num_rows = len(self.lengths)
         width = int(self.num_response.max())
         num_prompt = self.lengths - self.num_response
-        places_of_all = self._rows * width + self._positions - num_prompt[self._rows]
+        positions_in_response = self._positions - num_prompt[self._rows]
+        places_of_all = self._rows * width + positions_in_response
         places = self._on_device(places_of_all[self._places_of_responses])
-        padded = of_responses.new_zeros(num_rows * width)
-        return padded.index_copy(0, places, of_responses).view(num_rows, width)
+        padding = of_responses.new_zeros(num_rows * width)
+        return padding.index_copy(0, places, of_responses).view(num_rows, width)
 
     def ragged(self, of_responses: Tensor) -> Ragged:
         """Values of response tokens as a ragged column."""
@@ -194,12 +200,15 @@ def _token_scores(
 def _scores_from_logits(
     model: Any, inputs: Inputs, places: Tensor, labels: Tensor, temperature: float
 ) -> TokenScores:
-    """The same from the logits that the model returns, of all tokens at once."""
+    """Log-prob of each label and entropy, from the logits that the model returns for all tokens at
+    once."""
     # The class's function, because the model's own `forward` may cast and gather weights, as is
     # done for this method.
-    logits = type(model).forward(model, **inputs).logits.flatten(0, 1)[places]
-    log_p = (precise(logits) / temperature).log_softmax(dim=-1)
+    logits_of_all = type(model).forward(model, **inputs).logits.flatten(0, 1)
+    logits = precise(logits_of_all[places]) / temperature
+    log_p = logits.log_softmax(dim=-1)
     log_probs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    # entr(p) is -p log p, and 0 for p = 0.
     entropies = torch.special.entr(log_p.exp()).sum(dim=-1)
     return log_probs, entropies
 
@@ -227,14 +236,18 @@ class LinearLogProbs:
     ) -> tuple[Tensor, Tensor]:
         """hidden is [tokens, size], weight [vocabulary, size], labels [tokens]. Both results are
         [tokens], in float32 if hidden has 16 bits."""
-        return _Function.apply(hidden, weight, labels, temperature, self)  # type: ignore[no-any-return, no-untyped-call]
+        function: Callable[..., tuple[Tensor, Tensor]] = _Function.apply
+        return function(hidden, weight, labels, temperature, self)
 
     def pieces(self, num_tokens: int, vocab_size: int) -> Iterator[slice]:
         """As few pieces as possible, of about the same size, because a small last piece would need
         its own kernels."""
+        if num_tokens == 0:
+            return
         most = max(1, self.max_logits // vocab_size)
-        size = -(-num_tokens // max(1, -(-num_tokens // most)))
-        for start in range(0, num_tokens, max(1, size)):
+        num_pieces = math.ceil(num_tokens / most)
+        size = math.ceil(num_tokens / num_pieces)
+        for start in range(0, num_tokens, size):
             yield slice(start, start + size)
 
 
@@ -318,7 +331,8 @@ def _score(
     chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     log_probs = precise(chosen) * (1 / temperature) - largest - log_total
     weighted = torch.where(weights == 0, 0, weights * below).sum(dim=-1)
-    return largest + log_total, log_probs, log_total - weighted / total
+    entropies = log_total - weighted / total
+    return largest + log_total, log_probs, entropies
 
 
 def _differentiate(
@@ -396,20 +410,32 @@ def packed_attention(
         problem = f"{type(module).__name__} was not told where packed sequences start"
         raise RolepoolError(f"{problem}: write use_remove_padding=false")
     if query.device.type == "cuda":
-        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-        where = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        on_gpu: Any = varlen_attn(
-            query, key, value, *where, scale=scaling, window_size=window, **_GROUPED
+        # Tokens before and after that a token attends to, except itself; -1 is all.
+        window = (-1, 0)
+        if sliding_window is not None:
+            window = (sliding_window - 1, 0)
+        # [tokens, heads, head_dim]
+        output: Any = varlen_attn(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            max_length_q,
+            max_length_q,
+            scale=scaling,
+            window_size=window,
+            **_GROUPED,
         )
-        return on_gpu.unsqueeze(0), None
+        return output.unsqueeze(0), None
     return _padded_attention((query, key, value), scaling, sliding_window, cu_seq_lens_q), None
 
 
 def _padded_attention(
     qkv: Sequence[Tensor], scaling: float | None, window: int | None, starts: Tensor
 ) -> Tensor:
-    """The same on a CPU: one call for all sequences whose lengths are between two powers of two."""
+    """Attention within packed sequences on a CPU: one call for all sequences whose lengths are
+    between two powers of two."""
     lengths = starts.diff()
     sizes = lengths.float().log2().ceil()
     outputs = []

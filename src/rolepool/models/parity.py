@@ -27,6 +27,8 @@ def logit_error(theirs: Tensor, ours: Tensor, temperature: float) -> float:
     its tokens. This number does not: it is about the same at every temperature, and before and
     after training.
     """
-    theirs, ours = theirs.double(), ours.double()
+    theirs = theirs.double()
+    ours = ours.double()
+    distance = (theirs - ours).abs().mean()
     doubt = (1 - ours.exp()).mean().clamp(min=LEAST_DOUBT)
-    return float((theirs - ours).abs().mean() / doubt * temperature)
+    return float(distance / doubt * temperature)

@@ -17,7 +17,9 @@ from rolepool.placement.parallel import ParallelDims
 
 def rank_and_count() -> tuple[int, int]:
     """This process's rank in its pool, and the number of ranks."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -30,7 +32,8 @@ class PartSums:
 
     def __init__(self, dims: ParallelDims, device: str) -> None:
         """All ranks of the pool must create it."""
-        self.dims, self.device = dims, device
+        self.dims = dims
+        self.device = device
         self._group = _one_rank_of_each_part(dims)
 
     def sum(self, numbers: Iterable[float]) -> list[float]:
@@ -54,10 +57,9 @@ def _one_rank_of_each_part(dims: ParallelDims) -> dist.ProcessGroup | None:
     group of the whole pool."""
     if dims.dp in (1, dims.world_size):
         return None
-    groups = [
-        list(range(place, dims.world_size, dims.ranks_per_part))
-        for place in range(dims.ranks_per_part)
-    ]
+    groups: list[list[int]] = []
+    for place in range(dims.ranks_per_part):
+        groups.append(list(range(place, dims.world_size, dims.ranks_per_part)))
     group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(groups)
     return group

@@ -10,12 +10,12 @@ import time
 import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch._dynamo
 from torch import Tensor, nn
-from torch._dynamo.callback import on_compile_end, on_compile_start
+from torch._dynamo.callback import CallbackArgs, on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.func import functional_call
@@ -23,6 +23,9 @@ from torch.utils._triton import has_triton
 
 from rolepool.errors import logger
 from rolepool.placement.parallel import ParallelDims
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 PACKED = "rolepool_packed"
 """`attn_implementation` of models that run packed rows; their layers are compiled on a GPU."""
@@ -39,8 +42,7 @@ def shard(model: nn.Module, device: str, dims: ParallelDims) -> nn.Module:
     own_methods = [TOKEN_SCORES] if hasattr(model, TOKEN_SCORES) else []
     if device == "cuda" and dims.world_size == 1:
         compute_in(torch.bfloat16, model, layers, ["forward", *own_methods])
-    config: Any = getattr(model, "config", None)
-    if device == "cuda" and config._attn_implementation == PACKED:
+    if device == "cuda" and _is_packed(model):
         # After `compute_in`, so that its casts are compiled, too. Gathering weights and
         # checkpointing are not compiled.
         for layer in layers:
@@ -57,16 +59,21 @@ def shard(model: nn.Module, device: str, dims: ParallelDims) -> nn.Module:
     return model
 
 
+def _is_packed(model: nn.Module) -> bool:
+    """Whether a model of Hugging Face runs packed rows."""
+    config: Any = model.config
+    implementation: str | None = config._attn_implementation
+    return implementation == PACKED
+
+
 def shard_over(
     mesh: DeviceMesh, model: nn.Module, layers: Sequence[nn.Module], device: str
 ) -> None:
     """Shard the layers, and then what is outside of them, over the ranks of a mesh."""
     # Weights, gradients and optimizer states stay in fp32; a GPU computes in bf16.
-    policy = (
-        MixedPrecisionPolicy()
-        if device == "cpu"
-        else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    )
+    policy = MixedPrecisionPolicy()
+    if device != "cpu":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # Layers move to the device one by one when they are sharded, so the whole model never has to
     # fit there. FSDP2 warns about in-place changes to outputs that are views; rolepool makes none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -81,8 +88,11 @@ def shard_over(
 
 def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
     """The repeated layers of a transformer: its longest list of modules."""
-    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=[])
+    longest: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > len(longest):
+            longest = list(module)
+    return longest
 
 
 # 16 bits
@@ -101,8 +111,11 @@ def compute_in(
         return
     of_layers: set[nn.Parameter] = set()
     for layer in layers:
-        of_layers.update(layer.parameters())
-        _use_copies(dtype, layer, "forward", {name for name, _ in layer.named_parameters()})
+        names: set[str] = set()
+        for name, weight in layer.named_parameters():
+            names.add(name)
+            of_layers.add(weight)
+        _use_copies(dtype, layer, "forward", names)
     around = {name for name, weight in model.named_parameters() if weight not in of_layers}
     for method in methods:
         _use_copies(dtype, model, method, around)
@@ -112,22 +125,26 @@ class _Call(nn.Module):
     """Wraps a method of a module as a `forward`, so that `functional_call` can replace the weights
     for one call."""
 
-    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, method: Callable[..., object]) -> None:
         super().__init__()
-        self.module, self.method = module, method
+        self.module = module
+        self.method = method
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return self.method(*args, **kwargs)
 
 
 def _use_copies(
     dtype: torch.dtype, module: nn.Module, method: str, weights: Container[str]
 ) -> None:
+    """Replace a method of a module by one that runs with copies of these weights."""
     call = _Call(module, getattr(module, method))
 
-    def with_copies(*args: Any, **kwargs: Any) -> Any:
-        named = call.module.named_parameters()
-        copies = {f"module.{name}": weight.to(dtype) for name, weight in named if name in weights}
+    def with_copies(*args: object, **kwargs: object) -> object:
+        copies: dict[str, Tensor] = {}
+        for name, weight in call.module.named_parameters():
+            if name in weights:
+                copies[f"module.{name}"] = weight.to(dtype)
         return functional_call(call, copies, args, kwargs)
 
     setattr(module, method, with_copies)
@@ -136,7 +153,9 @@ def _use_copies(
 # Compiling. Torch caches compiled code on disk for later processes.
 
 
-def compiled(function: Callable[..., Any], mark: Callable[..., None]) -> Callable[..., Any]:
+def compiled(
+    function: Callable[Arguments, Result], mark: Callable[..., None]
+) -> Callable[Arguments, Result]:
     """The compiled function, for any number of tokens; the function itself if there is no compiler.
 
     `mark` gets the arguments before each call and marks sizes as constant, so that kernels are
@@ -146,7 +165,7 @@ def compiled(function: Callable[..., Any], mark: Callable[..., None]) -> Callabl
         return function
     fast = torch.compile(function, dynamic=True)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         mark(*args, **kwargs)
         return fast(*args, **kwargs)
 
@@ -154,7 +173,7 @@ def compiled(function: Callable[..., Any], mark: Callable[..., None]) -> Callabl
 
 
 def _mark_head_size(
-    *_: Any, position_embeddings: Iterable[Tensor] | None = None, **__: Any
+    *_: object, position_embeddings: Iterable[Tensor] | None = None, **__: object
 ) -> None:
     """Mark the width of rotary tables. Otherwise kernels would divide by it for every number that
     they move."""
@@ -162,7 +181,7 @@ def _mark_head_size(
         torch._dynamo.mark_static(table, table.dim() - 1)
 
 
-def compiled_for_weight(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_for_weight(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """As `compiled`, for a function whose second argument is a weight: kernels are compiled for its
     exact size."""
     return compiled(function, lambda inputs, weight, *_: torch._dynamo.mark_static(weight))
@@ -184,8 +203,9 @@ def has_compiler() -> bool:
     on_compile_start(lambda _: started_s.append(time.perf_counter()))
 
     @on_compile_end
-    def end(args: Any) -> None:
-        trigger, seconds = args.callback_trigger.name.lower(), time.perf_counter() - started_s[-1]
+    def end(args: CallbackArgs) -> None:
+        trigger = args.callback_trigger.name.lower()
+        seconds = time.perf_counter() - started_s[-1]
         logger.debug("compiled a part of the model (%s) in %.1f s", trigger, seconds)
 
     return True

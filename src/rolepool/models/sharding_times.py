@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ GATHER_EVERY = 2
 NUM_WARM_REPEATS = 1
 """The first repetitions allocate memory and open connections."""
 
+Result = TypeVar("Result")
 Seconds = dict[str, list[float]]
 """The measured times of each part."""
 
@@ -112,11 +113,19 @@ def _time_parts(model: nn.Module, width: int, device: str, num_repeats: int) -> 
     num_rows = max(1, NUM_ACTIVATIONS // width // ROW_LENGTH)
     ids = torch.ones(num_rows, ROW_LENGTH, dtype=torch.long, device=device)
     seconds: Seconds = {}
+
+    def compute_loss() -> Tensor:
+        loss: Tensor = model(ids, use_cache=False).logits.float().sum()
+        return loss
+
+    def gather() -> list[Tensor]:
+        return [whole(weight) for weight in model.state_dict().values()]
+
     for number in range(NUM_WARM_REPEATS + num_repeats):
         # The times of warm repeats are not kept.
         times: Seconds = seconds if number >= NUM_WARM_REPEATS else {}
         timed = partial(_timed, times, device, cache)
-        loss = timed("forward", lambda: model(ids, use_cache=False).logits.float().sum())
+        loss = timed("forward", compute_loss)
         timed("backward", loss.backward)
         timed("optimizer", partial(_update, model, optimizer))
         with torch.no_grad():
@@ -124,7 +133,7 @@ def _time_parts(model: nn.Module, width: int, device: str, num_repeats: int) -> 
         if isinstance(model, FSDPModule):
             model.reshard()
         if number % GATHER_EVERY == 0:
-            timed("gather", lambda: [whole(weight) for weight in model.state_dict().values()])
+            timed("gather", gather)
     return seconds
 
 
@@ -134,7 +143,9 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _timed(times: Seconds, device: str, cache: Tensor, part: str, work: Callable[[], Any]) -> Any:
+def _timed(
+    times: Seconds, device: str, cache: Tensor, part: str, work: Callable[[], Result]
+) -> Result:
     """Do the work and add its time. `cache` is written first, see `CACHE_BYTES`."""
     cache.add_(1)
     start_s = _now(device)

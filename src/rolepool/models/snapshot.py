@@ -30,8 +30,8 @@ class OpenFile:
     """A file in shared memory that stays open for the next snapshots."""
 
     path: Path
-    parts: list[tuple[str, torch.Size]]
-    """The parts of tensors that the file is for."""
+    shapes: dict[str, torch.Size]
+    """The names and shapes of the parts of tensors that the file is for."""
     memory: Tensor
     """The bytes of the file."""
     copies: dict[str, Tensor]
@@ -48,8 +48,8 @@ class OpenFile:
 
 
 class SnapshotWriter:
-    """Writes the snapshots of one rank. From a GPU it copies while the GPU goes on with other
-    work."""
+    """Writes the snapshots of one rank. A GPU continues with other work while its memory is
+    copied."""
 
     def __init__(self, trained: TrainedModel) -> None:
         self._trained = trained
@@ -106,12 +106,15 @@ class SnapshotWriter:
     ) -> dict[str, Tensor]:
         """The copies of these parts of tensors in a file, as views of its memory. If the file is
         for other parts, it is replaced."""
-        names = [(name, part.shape) for name, part in parts.items()]
-        if path in self._files and self._files[path].parts != names:
-            self._close(self._files[path])
-        if path not in self._files:
-            self._files[path] = self._new_file(path, tensors, parts)
-        return self._files[path].copies
+        shapes = {name: part.shape for name, part in parts.items()}
+        file = self._files.get(path)
+        if file is not None and file.shapes != shapes:
+            self._close(file)
+            file = None
+        if file is None:
+            file = self._new_file(path, tensors, parts)
+            self._files[path] = file
+        return file.copies
 
     def _new_file(
         self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]
@@ -134,11 +137,16 @@ class SnapshotWriter:
             path.unlink(missing_ok=True)
             raise
         memory, views = _map_tensors(path, copies)
-        # The GPU copies only to pinned memory while it goes on with other work.
+        # A GPU that continues with other work can copy to pinned memory only.
         if self._trained.device != "cpu":
             torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-        names = [(name, part.shape) for name, part in parts.items()]
-        return OpenFile(path, names, memory, views, path.stat().st_ino)
+        return OpenFile(
+            path,
+            shapes={name: part.shape for name, part in parts.items()},
+            memory=memory,
+            copies=views,
+            inode=path.stat().st_ino,
+        )
 
     def _close(self, file: OpenFile) -> None:
         """Release the memory of a file that is not written any more."""
@@ -188,14 +196,22 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
 
 def _map_tensors(path: Path, tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The memory of a safetensors file, and its tensors as views of that memory."""
-    memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
-    # The file begins with the size of its header in 8 bytes; the offsets count from its end.
+    num_bytes = path.stat().st_size
+    memory = torch.from_file(
+        str(path),
+        shared=True,
+        size=num_bytes,
+        dtype=torch.uint8,
+    )
+    # The file begins with the size of its header in 8 bytes. Then come the header and the tensors,
+    # whose offsets count from the end of the header.
     header_size = int(memory[:8].view(torch.int64))
     start = 8 + header_size
     header = json.loads(bytes(memory[8:start].numpy()))
+    data = memory[start:]
     views: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         first, end = header[name]["data_offsets"]
-        part = memory[start + first : start + end]
-        views[name] = part.view(tensor.dtype).view(tensor.shape)
+        numbers = data[first:end].view(tensor.dtype)
+        views[name] = numbers.view(tensor.shape)
     return memory, views

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,23 +114,25 @@ class TrainedModel(DeviceModel):
         num_steps: int,
     ) -> None:
         """`num_steps` is the number of steps in which the model is updated."""
-        self.device, self.dims = device, dims
+        self.device = device
+        self.dims = dims
         self.model = shard(model, device, dims)
-        self.optim, self.grad_clip = optim, grad_clip
-        self.num_steps, self.num_updates = num_steps, 0
-        settings: dict[str, Any] = {
-            "lr": optim.lr,
-            "betas": optim.betas,
-            "weight_decay": optim.weight_decay,
-        }
+        self.optim = optim
+        self.grad_clip = grad_clip
+        self.num_steps = num_steps
+        self.num_updates = 0
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), **settings, fused=device == "cuda"
+            self.model.parameters(),
+            lr=optim.lr,
+            betas=optim.betas,
+            weight_decay=optim.weight_decay,
+            fused=device == "cuda",
         )
-        moves = (
-            (self.model.to, fsdp.param_offload),
-            (self._move_optimizer, fsdp.optimizer_offload),
-        )
-        self._moves = [move for move, is_offloaded in moves if is_offloaded and device != "cpu"]
+        self._moves = []
+        if fsdp.param_offload and device != "cpu":
+            self._moves.append(self.model.to)
+        if fsdp.optimizer_offload and device != "cpu":
+            self._moves.append(self._move_optimizer)
         self._copier = ThreadPoolExecutor(1)
         self._copying: Future[None] | None = None
         self._leave_device()
@@ -174,14 +175,17 @@ class TrainedModel(DeviceModel):
     def learning_rate(self) -> float:
         """Learning rate of the next update: linear warm-up, then constant or a cosine down to
         min_lr_ratio."""
-        optim, step, warmup = self.optim, self.num_updates, self.optim.lr_warmup_steps
+        optim = self.optim
+        step = self.num_updates
+        warmup = optim.lr_warmup_steps
         if warmup < 0:
             warmup = int(optim.lr_warmup_steps_ratio * self.num_steps)
         if step < warmup:
             return optim.lr * (step + 1) / warmup
         if optim.lr_scheduler_type == "constant":
             return optim.lr
-        done = min(1.0, (step - warmup) / max(1, self.num_steps - warmup))
+        num_cosine_steps = max(1, self.num_steps - warmup)
+        done = min(1.0, (step - warmup) / num_cosine_steps)
         lowest = optim.min_lr_ratio
         return optim.lr * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done)))
 
@@ -240,12 +244,19 @@ def model_utilization(
     Forward and backward take six operations per parameter and token, and causal attention within
     each sequence.
     """
-    words = re.split(r"\W+", gpu_name)
-    peak_tflops = next((tflops for word, tflops in PEAK_TFLOPS.items() if word in words), None)
+    peak_tflops = _peak_tflops(gpu_name)
     if shape is None or peak_tflops is None:
         return None
-    attention = (
-        6 * shape.num_layers * shape.num_heads * shape.head_dim * int((lengths.long() ** 2).sum())
-    )
-    num_operations = 6.0 * shape.num_params * int(lengths.sum()) + attention
+    num_tokens = int(lengths.sum())
+    num_pairs = int(lengths.long().square().sum())
+    of_pair = 6 * shape.num_layers * shape.num_heads * shape.head_dim
+    num_operations = 6.0 * shape.num_params * num_tokens + of_pair * num_pairs
     return num_operations / (seconds * peak_tflops * 1e12)
+
+
+def _peak_tflops(gpu_name: str) -> int | None:
+    """The peak of a GPU with a name such as "NVIDIA H100 80GB HBM3"; None if it is not known."""
+    for word in re.split(r"\W+", gpu_name):
+        if word in PEAK_TFLOPS:
+            return PEAK_TFLOPS[word]
+    return None

@@ -27,10 +27,12 @@ class WeightSpec(NamedTuple):
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Weights and buffers by name; tied weights are listed once."""
     # Reading the state dict also makes FSDP2 reshard parameters that a forward pass gathered.
-    weights: dict[str, Tensor] = model.state_dict()
-    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied = every_name - {name for name, _ in model.named_parameters()}
-    return {name: weight for name, weight in weights.items() if name not in tied}
+    weights: dict[str, Tensor] = dict(model.state_dict())
+    listed_once = dict(model.named_parameters())
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name not in listed_once:
+            weights.pop(name, None)
+    return weights
 
 
 class WeightSource:
@@ -44,10 +46,10 @@ class WeightSource:
 
     def specs(self) -> list[WeightSpec]:
         """All weights in their order; tied weights are listed once."""
-        return [
-            WeightSpec(name, tuple(weight.shape), self._dtype_of(weight))
-            for name, weight in weights_of(self._placed.model).items()
-        ]
+        specs: list[WeightSpec] = []
+        for name, weight in weights_of(self._placed.model).items():
+            specs.append(WeightSpec(name, tuple(weight.shape), self._dtype_of(weight)))
+        return specs
 
     @contextmanager
     def open(self, names: Iterable[str] | None = None) -> Iterator[Iterator[tuple[str, Tensor]]]:

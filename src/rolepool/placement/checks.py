@@ -10,7 +10,8 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 from rolepool.config import Config, model_files, show
 from rolepool.config.base import lines_of
@@ -44,7 +45,7 @@ MAX_COMBINED = 4
 MIN_SAVED_BYTES = GIB // 10
 """A smaller saving does not show in the printed figures."""
 
-Changes = dict[str, Any]
+Changes = dict[str, object]
 """New values by key."""
 Replan = Callable[[Config], Plan]
 Trials = Callable[[Iterable[Changes]], Iterator[tuple[Changes, MemoryEstimate]]]
@@ -55,18 +56,25 @@ Trials = Callable[[Iterable[Changes]], Iterator[tuple[Changes, MemoryEstimate]]]
 
 def find_problems(config: Config, plan: Plan) -> list[str]:
     """One line for each check that fails. An empty list means that the plan can run."""
-    reported: set[tuple[str, int]] = set()
-    checks: list[Iterator[str]] = []
-    checks += [_groups(config, plan, role) for role in plan.roles]
-    checks += [_micro_batches(config, plan, role) for role in plan.roles]
-    checks += [_batches(config, plan, role, reported) for role in plan.roles]
-    checks += [_lengths(config, plan), _engine(config), _stop_tokens(config)]
-    checks += [_packing(config, plan, role) for role in plan.roles]
-    checks.append(_environment(config))
-    checks.append(_users_code(config, "actor_rollout_ref.rollout.name"))
-    checks.append(_users_code(config, "actor_rollout_ref.rollout.multi_turn.format"))
-    checks.append(_mps(config, plan))
-    return lines_of(*checks)
+
+    def of_each_role(check: Callable[[Config, Plan, Role], Iterator[str]]) -> list[Iterator[str]]:
+        """Each role has a check of its own: if it reads an unknown value, it ends, and those of the
+        other roles continue."""
+        return [check(config, plan, role) for role in plan.roles]
+
+    return lines_of(
+        *of_each_role(_groups),
+        *of_each_role(_micro_batches),
+        *of_each_role(partial(_batches, reported=set())),
+        _lengths(config, plan),
+        _engine(config),
+        _stop_tokens(config),
+        *of_each_role(_packing),
+        _environment(config),
+        _users_code(config, "actor_rollout_ref.rollout.name"),
+        _users_code(config, "actor_rollout_ref.rollout.multi_turn.format"),
+        _mps(config, plan),
+    )
 
 
 def plan_problems(config: Config) -> list[str]:
@@ -112,13 +120,14 @@ def _groups(config: Config, plan: Plan, role: Role) -> Iterator[str]:
     """A tensor-parallel group stays inside a node; a sharding group may span the nodes of its
     pool."""
     spec = ROLE_SPECS[role]
-    pool = plan.pool_of(role)
-    counts = sorted(set(pool.counts_by_node.values()))
+    pool_name = plan.roles[role]
+    pool = plan.pools[pool_name]
     if spec.tensor_parallel is not None:
-        yield from _divides(config, spec.tensor_parallel, counts, "per node", plan.roles[role])
+        counts = sorted(set(pool.counts_by_node.values()))
+        yield from _divides(config, spec.tensor_parallel, counts, "per node", pool_name)
     key = shard_key(spec)
     if key is not None:
-        yield from _divides(config, key, [pool.world_size], "in all", plan.roles[role])
+        yield from _divides(config, key, [pool.world_size], "in all", pool_name)
 
 
 def _divides(
@@ -129,10 +138,10 @@ def _divides(
     largest = math.gcd(*counts)
     if size == WHOLE_POOL or largest % size == 0:
         return
-    fits = [str(divisor) for divisor in range(1, largest + 1) if largest % divisor == 0]
+    divisors = [str(number) for number in range(1, largest + 1) if largest % number == 0]
     processes = f"{', '.join(map(str, counts))} {where}"
     rule = f"must divide the number of processes of {pool_name} ({processes})"
-    yield f"{key}={size}: {rule}; use {' or '.join(fits)}"
+    yield f"{key}={size}: {rule}; use {' or '.join(divisors)}"
 
 
 def _micro_batches(config: Config, plan: Plan, role: Role) -> Iterator[str]:
@@ -150,10 +159,10 @@ def _micro_batches(config: Config, plan: Plan, role: Role) -> Iterator[str]:
         # If the mini-batch cannot be split into `parts`, `_batches` says so.
         if size is None or rest or per_gpu <= size or per_gpu % size == 0:
             continue
-        number = (
-            f"the {per_gpu} sequences of a mini-batch on each of the {parts} processes of {pool}"
-        )
-        yield f"{keys.rows}={size}: must divide {number}; use {divisor_near(per_gpu, size)}"
+        rows = f"the {per_gpu} sequences of a mini-batch"
+        processes = f"each of the {parts} processes of {pool}"
+        fix = f"use {divisor_near(per_gpu, size)}"
+        yield f"{keys.rows}={size}: must divide {rows} on {processes}; {fix}"
 
 
 def _batches(
@@ -180,6 +189,7 @@ def _batches(
         if num_sequences % parts == 0 or (key, parts) in reported:
             continue
         reported.add((key, parts))
+        # The prompts must be a multiple of `step`: the next ones below and above are offered.
         step = parts // math.gcd(parts, num_samples) * multiple
         below = prompts // step * step
         sizes = f"{below} or {below + step}" if below else f"{step}"
@@ -191,22 +201,26 @@ def _lengths(config: Config, plan: Plan) -> Iterator[str]:
     """Every model must have a position for each token of the longest row that it reads."""
     prompt = config.data.max_prompt_length
     response = config.data.max_response_length
-    # The first role of each path: a critic that starts from the policy's folder has the policy's
-    # overrides, too.
-    by_path = {model_of(config, role)[0]: role for role in reversed(plan.roles)}
-    for path, role in reversed(by_path.items()):
+    checked_paths: set[str | None] = set()
+    for role in plan.roles:
         spec = ROLE_SPECS[role]
+        path, overrides = model_of(config, role)
+        # The first role of each path decides: a critic that starts from the policy's folder has
+        # the policy's overrides, too.
+        if path in checked_paths:
+            continue
+        checked_paths.add(path)
         # Models that are not on disk yet, or that have no limit.
         with suppress(ValueError, TypeError):
-            limit = model_files.num_positions(model_files.read_model_file(*model_of(config, role)))
-            if longest_row(config, role) > limit:
-                if spec.max_length is not None:
-                    fix = f", or set {spec.max_length}={limit}"
-                else:
-                    fix = ""
-                tokens = f"with data.max_response_length={response} a sequence may have {prompt + response} tokens"
-                model = f"{spec.model}.path={path} has {limit} positions (max_position_embeddings)"
-                yield f"data.max_prompt_length={prompt}: {tokens}, and {model}; use at most {limit} together{fix}"
+            limit = model_files.num_positions(model_files.read_model_file(path, overrides))
+            if longest_row(config, role) <= limit:
+                continue
+            tokens = f"with data.max_response_length={response} a sequence may have {prompt + response} tokens"
+            model = f"{spec.model}.path={path} has {limit} positions (max_position_embeddings)"
+            fix = f"use at most {limit} together"
+            if spec.max_length is not None:
+                fix += f", or set {spec.max_length}={limit}"
+            yield f"data.max_prompt_length={prompt}: {tokens}, and {model}; {fix}"
 
 
 def _engine(config: Config) -> Iterator[str]:
@@ -274,6 +288,7 @@ def _environment(config: Config) -> Iterator[str]:
     """The environment can be imported; if not, the importing function raises ConfigError."""
     if may_import(str(config.environment.path or config.environment.name)):
         import_environment(config.environment.path, config.environment.name)
+    # A check is a generator, also one without lines of its own.
     yield from ()
 
 
@@ -334,7 +349,8 @@ def advise(
         """What saves enough on top of `base`, best first."""
         most = max(0, base.excess - MIN_SAVED_BYTES)
         better: list[Advice] = []
-        for changes, trial in try_changes({**base.changes, **changes} for changes in candidates):
+        combined = ({**base.changes, **changes} for changes in candidates)
+        for changes, trial in try_changes(combined):
             if trial.excess <= most:
                 better.append(Advice(changes, trial.excess))
         return sorted(better, key=lambda advice: advice.excess)
@@ -361,22 +377,41 @@ def roomier_divisions(config: Config, role: Role) -> list[str]:
     """
     # With memory for nothing, the estimate is the least that every role needs.
     try_changes = _trials(config, 0, build_plan, [])
-    # By override. "" is the config as it is.
-    highest_peaks = {"": 0}
-    peaks_of_role = {"": 0}
+    now = Peaks(0, 0)
+    best: tuple[int, str] | None = None
     for changes, trial in try_changes([{}, *_divisions(config)]):
         if trial.unknown:
             continue
-        pools = trial.pools.values()
+        peaks = _peaks_of(trial, role)
+        if not changes:
+            now = peaks
+            continue
         override = Advice(changes, 0).override
-        highest_peaks[override] = max(pool.peak for pool in pools)
-        peaks_of_role[override] = max(peak_by_role(pool.roles).get(role, 0) for pool in pools)
-    better: list[tuple[int, str]] = []
-    for override, highest in highest_peaks.items():
-        saves_enough = peaks_of_role[override] <= peaks_of_role[""] - MIN_SAVED_BYTES
-        if highest <= highest_peaks[""] and saves_enough:
-            better.append((highest, override))
-    return [override for _, override in sorted(better)[:1]]
+        saves_enough = peaks.of_role <= now.of_role - MIN_SAVED_BYTES
+        if peaks.highest <= now.highest and saves_enough:
+            candidate = (peaks.highest, override)
+            if best is None or candidate < best:
+                best = candidate
+    if best is None:
+        return []
+    _, override = best
+    return [override]
+
+
+class Peaks(NamedTuple):
+    """Peak memory in bytes: of the fullest pool, and of the pools while one role computes."""
+
+    highest: int
+    of_role: int
+
+
+def _peaks_of(estimate: MemoryEstimate, role: Role) -> Peaks:
+    highest = 0
+    of_role = 0
+    for pool in estimate.pools.values():
+        highest = max(highest, pool.peak)
+        of_role = max(of_role, peak_by_role(pool.roles).get(role, 0))
+    return Peaks(highest, of_role)
 
 
 def _trials(

@@ -9,17 +9,18 @@ run.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 from rolepool.config import Config
 from rolepool.config.model_files import ModelShape, ShapeUnknown, read_shape
 from rolepool.config.model_keys import FsdpConfig
 from rolepool.placement.parallel import ParallelDims
-from rolepool.placement.plan import Plan, Slot
+from rolepool.placement.plan import Plan, ResourcePool
 from rolepool.placement.roles import ROLE_SPECS, MicroBatchKeys, Role, longest_row, model_of
 
 GIB = 2**30
@@ -117,6 +118,17 @@ class RoleMemory:
         )
 
 
+class BackwardCopies(NamedTuple):
+    """Bytes of 16-bit copies of weights, and of the gradients of one layer, at three moments of a
+    backward pass."""
+
+    in_head: int
+    in_last: int
+    """In the last layer, which is the first one whose backward pass runs."""
+    in_other: int
+    """In the other layers."""
+
+
 @dataclass(frozen=True)
 class HeldModel:
     """A model as a role holds it on one GPU, and the memory and the choice of its micro-batches."""
@@ -206,12 +218,9 @@ class HeldModel:
         """
         shape = self.shape
         loaded = self.loaded
-        is_sharded = self.num_shards > 1
         num_logit_tokens = int(num_tokens * self.logit_share)
         all_gradients = loaded.weights
         earlier = all_gradients if accumulates else 0
-        outside = self.outside_copy_bytes
-        layer = self.layer_copy_bytes
 
         # After the forward pass: all layers' activations, or only their inputs; and those of the
         # last norm, which is not compiled: its input in fp32, and 16-bit outputs before and after
@@ -226,32 +235,11 @@ class HeldModel:
         in_layer = num_tokens * BF16 * (2 * shape.hidden_size + shape.mlp_width)
         recomputed = one_layer if recomputes else 0
 
-        head = head_gradient = 0
+        head = 0
+        head_gradient = 0
         if num_logit_tokens:
+            head = self._head_bytes(num_logit_tokens)
             head_gradient = BF16 * shape.embedding_params
-            # The head's gradient in fp32; then either logits (their gradients replace them) or the
-            # head's gradient in 16 bits; hidden states and their gradients.
-            hidden = 2 * BF16 * num_logit_tokens * shape.hidden_size
-            logits = max(self._logit_bytes(num_logit_tokens), head_gradient)
-            head = FP32 * shape.embedding_params + logits + hidden
-
-        fp32_of_layer = FP32 * shape.layer_params
-        if is_sharded:
-            # The next layer is gathered during a backward pass; gradients of the layer exist in 16
-            # bits, and those of the layer before, while ranks add them up, in fp32.
-            copies_in_head = outside + layer
-            copies_in_last = outside + 3 * layer
-            copies_in_layer = copies_in_last + fp32_of_layer
-        else:
-            # The copies outside of the layers are freed after the head's backward pass, and those
-            # of a layer after its own. Its gradients become fp32.
-            kept_copies = layer if recomputes else shape.num_layers * layer
-            if recomputes:
-                copies_in_head = self.gathered_bytes
-            else:
-                copies_in_head = BF16 * self.num_params
-            copies_in_last = kept_copies + fp32_of_layer
-            copies_in_layer = layer + fp32_of_layer
 
         def moment(copies: int, gradients: int, activations: int, logits: int = 0) -> RoleMemory:
             return replace(
@@ -262,23 +250,63 @@ class HeldModel:
                 logits=logits,
             )
 
-        all_but_outside = max(
-            earlier, all_gradients - FP32 * self.outside_params // self.num_shards
-        )
+        of_outside = FP32 * self.outside_params // self.num_shards
+        all_but_outside = max(earlier, all_gradients - of_outside)
+        last_gradients = all_but_outside + self._outside_gradient_bytes(head_gradient)
         in_last = kept + in_layer + recomputed
-        # The backward pass of the head, of the last layer, of the layer before it, of the first
-        # layer, and the gradients of what is outside of the layers.
+        in_first = one_layer + in_layer
+        copies = self._copies_in_backward(recomputes=recomputes)
         moments = [
-            moment(copies_in_head, earlier, kept, head),
-            moment(copies_in_last, earlier, in_last, head_gradient),
-            moment(copies_in_layer, all_but_outside, one_layer + in_layer, head_gradient),
-            moment(0, all_but_outside + self._outside_gradient_bytes(head_gradient), 0),
+            # The backward pass of the head, of the last layer, of the first layer, and then the
+            # gradients of what is outside of the layers.
+            moment(copies.in_head, earlier, kept, head),
+            moment(copies.in_last, earlier, in_last, head_gradient),
+            moment(copies.in_other, all_but_outside, in_first, head_gradient),
+            moment(0, last_gradients, 0),
         ]
-        if is_sharded:
+        if self.num_shards > 1:
+            # The layer before the last one, and the start of the next forward pass.
             before_last = in_last - kept_of_layer
-            moments.append(moment(copies_in_layer, earlier, before_last, head_gradient))
+            moments.append(moment(copies.in_other, earlier, before_last, head_gradient))
             moments.append(moment(self.gathering_bytes, earlier, 0))
         return max(moments, key=lambda memory: memory.working)
+
+    def _head_bytes(self, num_logit_tokens: int) -> int:
+        """What the backward pass of the head needs: the head's gradient in fp32; then either logits
+        (their gradients replace them) or the head's gradient in 16 bits; hidden states and their
+        gradients."""
+        head_params = self.shape.embedding_params
+        logits = max(self._logit_bytes(num_logit_tokens), BF16 * head_params)
+        hidden = 2 * BF16 * num_logit_tokens * self.shape.hidden_size
+        return FP32 * head_params + logits + hidden
+
+    def _copies_in_backward(self, *, recomputes: bool) -> BackwardCopies:
+        """The copies of weights, and the gradients of a layer, at moments of a backward pass."""
+        outside = self.outside_copy_bytes
+        layer = self.layer_copy_bytes
+        fp32_of_layer = FP32 * self.shape.layer_params
+        if self.num_shards > 1:
+            # The next layer is gathered during a backward pass; gradients of the layer exist in 16
+            # bits, and those of the layer before, while ranks add them up, in fp32.
+            in_last = outside + 3 * layer
+            return BackwardCopies(
+                in_head=outside + layer,
+                in_last=in_last,
+                in_other=in_last + fp32_of_layer,
+            )
+        # The copies outside of the layers are freed after the head's backward pass, and those of a
+        # layer after its own. Its gradients become fp32.
+        if recomputes:
+            in_head = self.gathered_bytes
+            kept_copies = layer
+        else:
+            in_head = BF16 * self.num_params
+            kept_copies = self.shape.num_layers * layer
+        return BackwardCopies(
+            in_head=in_head,
+            in_last=kept_copies + fp32_of_layer,
+            in_other=layer + fp32_of_layer,
+        )
 
     def _outside_gradient_bytes(self, head_gradient: int) -> int:
         """The most that the last gradients need, those of embedding, last norm and head.
@@ -349,12 +377,16 @@ class HeldModel:
 
         if size.is_chosen:
             # From large to small, so that those that fit come last.
-            candidates = [*range(size.tokens, self.length, -TOKENS_STEP), self.length]
-            first_fitting = bisect_left(
-                candidates, True, key=lambda tokens: fits(replace(size, tokens=tokens))
-            )
+            candidates: list[MicroBatch] = []
+            for tokens in range(size.tokens, self.length, -TOKENS_STEP):
+                candidates.append(replace(size, tokens=tokens))
+            smallest = replace(size, tokens=self.length)
+            first_fitting = bisect_left(candidates, True, key=fits)
             # If nothing fits, the smallest is tried.
-            size = replace(size, tokens=candidates[min(first_fitting, len(candidates) - 1)])
+            if first_fitting < len(candidates):
+                size = candidates[first_fitting]
+            else:
+                size = smallest
         kept = replace(size, recomputes=False)
         # The formulas for kept activations were measured with packed rows only.
         if size.recomputes and self.packed and fits(kept):
@@ -366,7 +398,9 @@ def cache_room(share_bytes: int, free_bytes: int, weights_bytes: int, utilizatio
     """Most bytes of the KV cache. Weights and cache may use `utilization` of the process's share of
     the GPU, and the cache at most that part of the free memory, because prefill needs memory
     too."""
-    return max(0, int(min(share_bytes * utilization - weights_bytes, free_bytes * utilization)))
+    beside_weights = share_bytes * utilization - weights_bytes
+    of_free = free_bytes * utilization
+    return max(0, int(min(beside_weights, of_free)))
 
 
 def generation_memory(
@@ -494,31 +528,38 @@ def snapshot_bytes(config: Config, plan: Plan) -> int:
     """
     if config.trainer.snapshot_freq <= 0:
         return 0
-    slots: list[Slot] = []
+    # The nodes in the order in which they have snapshots of the one before; the first one has those
+    # of the last one.
+    nodes: dict[int, None] = {}
     for pool in plan.pools.values():
-        slots += pool.slots
-    nodes = list(dict.fromkeys(slot.node for slot in slots))
+        nodes.update(dict.fromkeys(slot.node for slot in pool.slots))
     needed: Counter[int] = Counter()
     for role in plan.roles:
         if not ROLE_SPECS[role].is_trained:
             continue
         with suppress(ShapeUnknown):
-            pool = plan.pool_of(role)
             held = held_model(config, role, plan.dims_of(config, role))
-            # Replicas write nothing.
-            num_written = Counter(slot.node for slot in pool.slots[: held.num_shards])
-            for index, node in enumerate(nodes):
-                before = nodes[index - 1]
-                num_kept = num_written[node]
-                if before != node:
-                    num_kept += num_written[before]
-                num_loaded = 0
-                if node in pool.counts_by_node:
-                    num_loaded = held.num_shards - num_kept
-                num_shards = 2 * num_kept + num_loaded
-                bytes_of_all = SNAPSHOT_BYTES_PER_PARAM * held.num_params * num_shards
+            num_shards = _snapshot_shards(plan.pool_of(role), held.num_shards, list(nodes))
+            for node, count in num_shards.items():
+                bytes_of_all = SNAPSHOT_BYTES_PER_PARAM * held.num_params * count
                 needed[node] += bytes_of_all // held.num_shards
     return max(needed.values(), default=0)
+
+
+def _snapshot_shards(pool: ResourcePool, num_shards: int, nodes: Sequence[int]) -> dict[int, int]:
+    """The most shards of snapshots that each node has at a time, for a role in this pool."""
+    # Replicas write nothing.
+    num_written = Counter(slot.node for slot in pool.slots[:num_shards])
+    most: dict[int, int] = {}
+    for index, node in enumerate(nodes):
+        before = nodes[index - 1]
+        num_kept = num_written[node]
+        if before != node:
+            num_kept += num_written[before]
+        most[node] = 2 * num_kept
+        if node in pool.counts_by_node:
+            most[node] += num_shards - num_kept
+    return most
 
 
 # All pools
@@ -569,6 +610,7 @@ def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) ->
             limit = None
         else:
             limit = int(gpu_memory_bytes * pool.share)
+        # First what each role needs at least, because the room of a role is what the others leave.
         least: dict[Role, RoleMemory] = {}
         for role in pool.roles:
             estimate.micro_batches.update(default_micro_batches(config, role))
@@ -577,12 +619,13 @@ def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) ->
             except ShapeUnknown as reason:
                 estimate.unknown[role] = str(reason)
         idle = sum(memory.idle for memory in least.values())
-        chosen = {}
+        chosen: dict[Role, RoleMemory] = {}
         for role, memory in least.items():
             if limit is None:
                 room = None
             else:
-                room = limit - PROCESS_OVERHEAD_BYTES - (idle - memory.idle)
+                idle_of_others = idle - memory.idle
+                room = limit - PROCESS_OVERHEAD_BYTES - idle_of_others
             chosen[role], sizes = _role_memory(config, plan, role, limit, room)
             estimate.micro_batches.update(sizes)
         # If the memory of a role is not known, that of the pool is not, either.

@@ -80,10 +80,13 @@ class ResourcePoolManager:
         homes = self._read_homes(problems)
         PlacementError.raise_if_any(problems)
         # In the order of the role table, whatever the order of the mapping.
-        self.roles.update({role: homes[role] for role in ROLE_SPECS if role in homes})
+        for role in ROLE_SPECS:
+            if role in homes:
+                self.roles[role] = homes[role]
 
     def _read_pools(self, problems: list[str]) -> None:
         """Fill `resource_pool_dict`. Adds a line to `problems` for each pool that cannot be."""
+        form = "a list of processes per node such as [2, 2], or {per_node: [2, 2], share: 0.5}"
         for name, spec in self.resource_pool_spec.items():
             if name in (DRIVER, RULE_POOL):
                 problems.append(
@@ -92,9 +95,6 @@ class ResourcePoolManager:
             try:
                 pool = PoolConfig.model_validate(spec)
             except ValidationError as error:
-                form = (
-                    "a list of processes per node such as [2, 2], or {per_node: [2, 2], share: 0.5}"
-                )
                 reason = error.errors()[0]["msg"]
                 problems.append(f"pool {name}: {spec} must be {form} ({reason})")
             else:
@@ -163,15 +163,24 @@ class Schedule:
     @cached_property
     def independent(self) -> list[tuple[ScheduledCall, ScheduledCall]]:
         """The pairs of calls of which the second does not wait for the first."""
-        # For each call, the positions of all calls that end before it starts.
-        before: list[frozenset[int]] = []
-        for call in self.calls:
-            before.append(call.after.union(*(before[earlier] for earlier in call.after)))
+        before = self._calls_before
         pairs: list[tuple[ScheduledCall, ScheduledCall]] = []
         for first, second in combinations(range(len(self.calls)), 2):
             if first not in before[second]:
                 pairs.append((self.calls[first], self.calls[second]))
         return pairs
+
+    @property
+    def _calls_before(self) -> list[set[int]]:
+        """For each call the positions of all calls that end before it starts: those it waits for,
+        and those that they wait for."""
+        before: list[set[int]] = []
+        for call in self.calls:
+            waits_for = set(call.after)
+            for earlier in call.after:
+                waits_for |= before[earlier]
+            before.append(waits_for)
+        return before
 
     def overlaps(self, roles: Mapping[Role, str]) -> list[tuple[str, str]]:
         """The pairs of operations that run at the same time with these roles in these pools:
@@ -182,12 +191,20 @@ class Schedule:
             the plan's pools."""
             return {roles.get(role, RULE_POOL) for role in call.roles}
 
-        together: set[frozenset[str]] = set()
+        # The second call of a pair may be of an operation whose first call was earlier, so a pair
+        # of names is found in any order.
+        overlapping: set[frozenset[str]] = set()
         for first, second in self.independent:
             if pools(first).isdisjoint(pools(second)):
-                together.add(frozenset((first.operation, second.operation)))
-        names = dict.fromkeys(call.operation for call in self.calls if call.roles)
-        return [pair for pair in combinations(names, 2) if frozenset(pair) in together]
+                overlapping.add(frozenset([first.operation, second.operation]))
+
+        # The driver's own work has no role, and is not shown.
+        operations: dict[str, None] = {}
+        for call in self.calls:
+            if call.roles:
+                operations[call.operation] = None
+        in_order = combinations(operations, 2)
+        return [pair for pair in in_order if frozenset(pair) in overlapping]
 
 
 # The plan
@@ -224,7 +241,10 @@ class Plan(BaseModel, frozen=True):
     @property
     def slots(self) -> set[Slot]:
         """The GPUs of all pools. Pools may share some of them."""
-        return set[Slot]().union(*(pool.slots for pool in self.pools.values()))
+        slots: set[Slot] = set()
+        for pool in self.pools.values():
+            slots.update(pool.slots)
+        return slots
 
     @property
     def sharing_pools(self) -> list[str]:
@@ -283,7 +303,7 @@ def _why_impossible(planned: PlannedSteps) -> str | None:
             return f"has an impossible pool {name!r}"
     if planned.schedule is not None:
         for position, call in enumerate(planned.schedule.calls):
-            if not all(0 <= earlier < position for earlier in call.after):
+            if any(earlier not in range(position) for earlier in call.after):
                 return "has a call that waits for a later one"
     return None
 
@@ -317,29 +337,35 @@ def _take_slots(name: str, pool: ResourcePool, left: list[list[float]]) -> tuple
     Raises PlacementError, and changes nothing, if the pool does not fit.
     """
     needed_part = pool.share - SHARE_TOLERANCE
-    free: list[list[int]] = []
-    for parts in left:
-        free.append([gpu for gpu, part in enumerate(parts) if part >= needed_part])
+    # The slots of each node that have enough room.
+    free: list[list[Slot]] = []
+    for node, parts in enumerate(left):
+        free.append([Slot(node, gpu) for gpu, part in enumerate(parts) if part >= needed_part])
     slots: list[Slot] = []
     first_node = 0
     for count in pool.per_node:
         node = first_node
         while node < len(free) and len(free[node]) < count:
             node += 1
+        if node < len(free):
+            slots += free[node][:count]
+        elif count > 0:
+            raise _not_enough(name, pool, count, free, first_node)
         # An entry of 0 may stand for a node after the last one, because it needs nothing.
-        if node >= len(free) and count > 0:
-            part = "" if pool.share == 1 else f" with {pool.share:g} of each free"
-            most = max(map(len, free[first_node:]), default=0)
-            plural = "s" if len(free) > 1 else ""
-            place = f"on node {first_node} or a later node"
-            wanted = f"{name} needs {count}{part} {place}, and at most {most} are free there"
-            fix = "make the pool smaller, or use more GPUs (trainer.nnodes, trainer.n_gpus_per_node, --inventory)"
-            raise PlacementError(
-                f"Not enough GPUs: {wanted} ({len(free)} node{plural} in all); {fix}"
-            )
-        if count > 0:
-            slots.extend(Slot(node, gpu) for gpu in free[node][:count])
         first_node = min(node, len(free)) + 1
     for slot in slots:
         left[slot.node][slot.gpu] -= pool.share
     return tuple(slots)
+
+
+def _not_enough(
+    name: str, pool: ResourcePool, count: int, free: list[list[Slot]], first_node: int
+) -> PlacementError:
+    """The error if no node from `first_node` on has `count` free GPUs for a pool."""
+    part = "" if pool.share == 1 else f" with {pool.share:g} of each free"
+    most = max(map(len, free[first_node:]), default=0)
+    plural = "s" if len(free) > 1 else ""
+    place = f"on node {first_node} or a later node"
+    wanted = f"{name} needs {count}{part} {place}, and at most {most} are free there"
+    fix = "make the pool smaller, or use more GPUs (trainer.nnodes, trainer.n_gpus_per_node, --inventory)"
+    return PlacementError(f"Not enough GPUs: {wanted} ({len(free)} node{plural} in all); {fix}")

@@ -6,7 +6,7 @@ Computes nothing: every figure comes from the plan and the estimate.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from string import ascii_uppercase
@@ -115,11 +115,10 @@ class PlanSummary:
         memory = self.memory
         document = self.plan.model_dump(mode="json")
         document["overlaps"] = self.overlaps
+        sizes = memory.micro_batches.items()
         document["memory"] = {
             "pools": {name: _pool_json(pool) for name, pool in memory.pools.items()},
-            "micro_batches": {
-                name: _size_json(size) for name, size in memory.micro_batches.items()
-            },
+            "micro_batches": {operation: _size_json(size) for operation, size in sizes},
             "unknown": memory.unknown,
             "snapshot_bytes": self.snapshot_bytes,
         }
@@ -159,10 +158,13 @@ def _size_json(size: MicroBatch) -> dict[str, int | None]:
 
 def _headline(plan: Plan) -> str:
     """How many pools are on how many GPUs."""
-    equal_nodes = [(num_gpus, len(list(nodes))) for num_gpus, nodes in groupby(plan.gpus_per_node)]
-    nodes = ", ".join(f"{num_nodes} x {num_gpus}" for num_gpus, num_nodes in equal_nodes)
+    sizes: list[str] = []
+    for num_gpus, equal_nodes in groupby(plan.gpus_per_node):
+        num_nodes = len(list(equal_nodes))
+        sizes.append(f"{num_nodes} x {num_gpus}")
     kind = "CPU slots" if plan.device == "cpu" else "GPUs"
-    gpus = f"{len(plan.slots)} of {sum(plan.gpus_per_node)} {kind} (nodes x {kind}: {nodes})"
+    used = f"{len(plan.slots)} of {sum(plan.gpus_per_node)} {kind}"
+    gpus = f"{used} (nodes x {kind}: {', '.join(sizes)})"
     plural = "s" if len(plan.pools) > 1 else ""
     return f"{len(plan.pools)} pool{plural} on {gpus}"
 
@@ -208,16 +210,21 @@ def _grid(plan: Plan) -> list[RenderableType]:
     else:
         word = "GPU "
     titles = [f"{word}{gpu}" for gpu in range(min(width, MAX_COLUMNS))]
-    table = _table("node", *titles, gap=3 if width <= FEW_COLUMNS else 1)
+    gap = 3 if width <= FEW_COLUMNS else 1
+    table = _table("node", *titles, gap=gap)
+
+    def add_row(title: str, node: int, *, with_rank: bool) -> None:
+        shown = grid[node][:MAX_COLUMNS]
+        cells = [_cell(processes, with_rank=with_rank) for processes in shown]
+        table.add_row(title, *cells)
+
     for _, group in groupby(range(len(grid)), key=pools_on):
         nodes = list(group)
         if len(nodes) > MAX_ROWS_ALIKE:
-            cells = [_cell(processes, with_rank=False) for processes in grid[nodes[0]]]
-            table.add_row(f"{nodes[0]}-{nodes[-1]}", *cells[:MAX_COLUMNS])
+            add_row(f"{nodes[0]}-{nodes[-1]}", nodes[0], with_rank=False)
             continue
         for node in nodes:
-            cells = [_cell(processes, with_rank=True) for processes in grid[node]]
-            table.add_row(str(node), *cells[:MAX_COLUMNS])
+            add_row(str(node), node, with_rank=True)
     if width > MAX_COLUMNS:
         return [table, "", f"... {width - MAX_COLUMNS} more", ""]
     return [table, ""]
@@ -225,8 +232,12 @@ def _grid(plan: Plan) -> list[RenderableType]:
 
 def _cell(processes: Sequence[tuple[int, int]], *, with_rank: bool) -> Text:
     """What the grid shows for a GPU with these processes."""
-    letters = [_letter(index, rank if with_rank else "") for index, rank in processes]
-    return Text(" ").join(letters) or Text(".", style="dim")
+    if not processes:
+        return Text(".", style="dim")
+    letters: list[Text] = []
+    for index, rank in processes:
+        letters.append(_letter(index, rank if with_rank else ""))
+    return Text(" ").join(letters)
 
 
 def _pool_table(plan: Plan, estimate: MemoryEstimate) -> Table:
@@ -291,9 +302,11 @@ def _notes(summary: PlanSummary) -> Iterator[tuple[str, str]]:
     """The title and the text of each note."""
     plan = summary.plan
     estimate = summary.memory
-    for operation, pairs in groupby(summary.overlaps, key=lambda pair: pair[0]):
-        others = ", ".join(second for _, second in pairs)
-        yield "overlap", f"{operation} with {others}"
+    partners: dict[str, list[str]] = {}
+    for first, second in summary.overlaps:
+        partners.setdefault(first, []).append(second)
+    for operation, others in partners.items():
+        yield "overlap", f"{operation} with {', '.join(others)}"
     if not summary.overlaps:
         yield "overlap", "none, all operations run one after another"
     for role, reason in plan.unused_roles.items():
@@ -307,25 +320,38 @@ def _notes(summary: PlanSummary) -> Iterator[tuple[str, str]]:
         needed = f"{show_bytes(summary.snapshot_bytes)} of {SHARED_MEMORY}"
         yield "snapshots", f"{needed} on each node, to resume if a process dies"
     yield from summary.settings.items()
-    able = [name for name, reason in summary.engines.items() if reason is None]
-    reasons = [reason for reason in summary.engines.values() if reason is not None]
+    able: list[str] = []
+    reasons: list[str] = []
+    for engine, reason_against in summary.engines.items():
+        if reason_against is None:
+            able.append(engine)
+        else:
+            reasons.append(reason_against)
     if reasons:
-        yield "rollout engines for this model", "; ".join([", ".join(able) or "none", *reasons])
+        names = ", ".join(able) or "none"
+        yield "rollout engines for this model", "; ".join([names, *reasons])
 
 
 def _memory_notes(estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
     """How large micro-batches are, and what is not known about memory."""
-    # Operations or roles with the same note share one line.
-    names: dict[tuple[str, str], list[str]] = {}
-    for operation, size in estimate.micro_batches.items():
-        names.setdefault(("micro-batches", _size_in_words(size)), []).append(operation)
-    for role, reason in estimate.unknown.items():
-        names.setdefault(("memory unknown", reason), []).append(role)
-    for (title, text), concerned in names.items():
-        yield title, f"{', '.join(concerned)}: {text}"
+    sizes = {name: _size_in_words(size) for name, size in estimate.micro_batches.items()}
+    for line in _grouped(sizes.items()):
+        yield "micro-batches", line
+    for line in _grouped(estimate.unknown.items()):
+        yield "memory unknown", line
+    # The pools have a limit each, or none has one.
     if estimate.pools and all(pool.limit is None for pool in estimate.pools.values()):
         reason = "the GPU's memory is not known, so sizes are for a GPU with enough memory"
         yield "memory", f"{reason}; set --gpu-memory"
+
+
+def _grouped(texts: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """A line for each text, with the names of all operations or roles that have it."""
+    names: dict[str, list[str]] = {}
+    for name, text in texts:
+        names.setdefault(text, []).append(name)
+    for text, names_with_it in names.items():
+        yield f"{', '.join(names_with_it)}: {text}"
 
 
 def _size_in_words(size: MicroBatch) -> str:
@@ -335,9 +361,10 @@ def _size_in_words(size: MicroBatch) -> str:
         words = f"{size.rows} sequences"
     if size.is_chosen:
         words += " (chosen)"
-    if size.recomputes is not None:
-        words += f", activations {'recomputed' if size.recomputes else 'kept'}"
-    return words
+    if size.recomputes is None:
+        return words
+    fate = "recomputed" if size.recomputes else "kept"
+    return f"{words}, activations {fate}"
 
 
 def _warnings(estimate: MemoryEstimate, advice: Sequence[Advice]) -> Iterator[str]:

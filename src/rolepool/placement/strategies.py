@@ -5,7 +5,8 @@ role. Owns the built-in strategies, one small function each. Nothing outside of 
 one was chosen.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rolepool.config import Config, show
@@ -40,8 +41,18 @@ def build_plan(
         pools = ", ".join(manager.resource_pool_dict)
         fix = f"give each role one of {pools} (placement.roles.{missing[0]}=POOL)"
         problems.append(f"placement.strategy={name}: no pool for {', '.join(missing)}; {fix}")
-    for pool, size in manager.resource_pool_dict.items():
-        roles = [role for role, home in manager.roles.items() if home == pool]
+    problems.extend(_useless_pools(manager, unused))
+    PlacementError.raise_if_any(problems)
+    manager = replace(manager, mapping={role: manager.roles[role] for role in needed})
+    plan = place(manager, inventory, device=config.trainer.device, mps=config.placement.mps)
+    return plan.model_copy(update={"unused_roles": unused})
+
+
+def _useless_pools(manager: ResourcePoolManager, unused: Mapping[Role, str]) -> Iterator[str]:
+    """A line for each pool without a role that the run needs. `unused` are the roles that it does
+    not need, and why."""
+    for name, pool in manager.resource_pool_dict.items():
+        roles = [role for role, home in manager.roles.items() if home == name]
         if any(role not in unused for role in roles):
             continue
         if roles:
@@ -50,11 +61,7 @@ def build_plan(
         else:
             why = "it has no role"
         fix = "give it a role, remove it, or use placement.strategy=standard"
-        problems.append(f"placement.pools.{pool}={show(size.per_node)}: {why}; {fix}")
-    PlacementError.raise_if_any(problems)
-    manager = replace(manager, mapping={role: manager.roles[role] for role in needed})
-    plan = place(manager, inventory, device=config.trainer.device, mps=config.placement.mps)
-    return plan.model_copy(update={"unused_roles": unused})
+        yield f"placement.pools.{name}={show(pool.per_node)}: {why}; {fix}"
 
 
 def _pools_of(strategy: str, config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
@@ -112,8 +119,10 @@ def custom(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
         reason = "placement.strategy=custom needs pools, such as placement.pools.big=[4]"
         raise PlacementError(f"placement.pools={{}}: {reason}")
     pools = {name: pool.model_dump() for name, pool in placement.pools.items()}
-    roles = placement.roles.model_dump(exclude_none=True)
-    return ResourcePoolManager(pools, {Role(name): pool for name, pool in roles.items()})
+    mapping: dict[Role, str] = {}
+    for role, pool in placement.roles.model_dump(exclude_none=True).items():
+        mapping[Role(role)] = pool
+    return ResourcePoolManager(pools, mapping)
 
 
 STRATEGIES = {"standard": standard, "split": split, "custom": custom, "auto": standard}
@@ -146,15 +155,23 @@ def _divide(config: Config, gpus_per_node: Sequence[int]) -> tuple[list[int], li
 
 def _divide_nodes(wish: SplitConfig, gpus_per_node: Sequence[int]) -> list[int]:
     """The GPUs per node of the actor's pool, which gets all GPUs of the first nodes."""
-    nodes = [node for node, num_gpus in enumerate(gpus_per_node) if num_gpus]
+    most = sum(num_gpus > 0 for num_gpus in gpus_per_node)
     num_nodes = wish.actor_nodes
-    if (num_nodes or 1) >= len(nodes):
-        setting = f"axis={wish.axis}" if num_nodes is None else f"actor_nodes={num_nodes}"
-        raise _nothing_left(setting, "node", len(nodes), other_axis="gpu")
-    actor_nodes = set(nodes[: num_nodes or (len(nodes) + 1) // 2])
+    if num_nodes is None:
+        num_nodes = math.ceil(most / 2)
+        setting = f"axis={wish.axis}"
+    else:
+        setting = f"actor_nodes={num_nodes}"
+    if num_nodes >= most:
+        raise _nothing_left(setting, "node", most, other_axis="gpu")
     actor: list[int] = []
-    for node, num_gpus in enumerate(gpus_per_node):
-        actor.append(num_gpus if node in actor_nodes else 0)
+    num_left = num_nodes
+    for num_gpus in gpus_per_node:
+        if num_gpus > 0 and num_left > 0:
+            actor.append(num_gpus)
+            num_left -= 1
+        else:
+            actor.append(0)
     return actor
 
 
@@ -163,15 +180,15 @@ def _divide_gpus(wish: SplitConfig, gpus_per_node: Sequence[int]) -> list[int]:
     counts = [num_gpus for num_gpus in gpus_per_node if num_gpus]
     wanted = wish.actor_gpus_per_node
     if wanted is None:
-        # By default each node is halved, so one node with two GPUs is enough.
-        most = max(counts)
-        setting = f"axis={wish.axis}"
-    else:
-        most = min(counts)
+        # Each node is halved, so one node with two GPUs is enough.
+        if max(counts) < 2:
+            raise _nothing_left(f"axis={wish.axis}", "GPU", max(counts), other_axis="node")
+        return [math.ceil(num_gpus / 2) for num_gpus in gpus_per_node]
+    if wanted >= min(counts):
         setting = f"actor_gpus_per_node={wanted}"
-    if (wanted or 1) >= most:
-        raise _nothing_left(setting, "GPU", most, other_axis="node")
-    return [min(wanted or (num_gpus + 1) // 2, num_gpus) for num_gpus in gpus_per_node]
+        raise _nothing_left(setting, "GPU", min(counts), other_axis="node")
+    # A node without GPUs has none for the actor, either.
+    return [min(wanted, num_gpus) for num_gpus in gpus_per_node]
 
 
 def _nothing_left(setting: str, unit: str, most: int, *, other_axis: str) -> PlacementError:

@@ -4,6 +4,7 @@ Owns the comparison as numbers, words and table. Every number comes from the met
 Does not know the page.
 """
 
+import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +19,14 @@ from rolepool.config import show
 from rolepool.config.schema import all_keys
 from rolepool.errors import ConfigError
 from rolepool.metrics.row_text import validation_score
-from rolepool.report.metrics_by_step import REWARD, THROUGHPUT, TIMING, finite_values, metric_names
+from rolepool.report.metrics_by_step import (
+    REWARD,
+    THROUGHPUT,
+    TIMING,
+    finite_values,
+    metric_names,
+    timed_steps,
+)
 from rolepool.report.operations import timed_operations
 from rolepool.report.outside_load import outside_load
 from rolepool.report.run import Run, distinct_names, read_parts, value_at
@@ -76,11 +84,13 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         """`data.train_batch_size: 64 in one and three, 32 in two`"""
-        names: dict[str, list[str]] = {}
-        for name, value in self.values.items():
-            names.setdefault(value, []).append(name)
-        values = [f"{value} in {' and '.join(runs)}" for value, runs in names.items()]
-        return f"{self.key}: {', '.join(values)}"
+        runs_of: dict[str, list[str]] = {}
+        for run, value in self.values.items():
+            runs_of.setdefault(value, []).append(run)
+        phrases = []
+        for value, runs in runs_of.items():
+            phrases.append(f"{value} in {' and '.join(runs)}")
+        return f"{self.key}: {', '.join(phrases)}"
 
 
 def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
@@ -99,14 +109,19 @@ def differences(runs: Mapping[str, Run]) -> list[Difference]:
     keys = dict.fromkeys([*TABLES.work_keys, *all_keys()])
     different = []
     for key in keys:
-        values = {name: value_at(config, key) for name, config in configs.items()}
-        if key in NAME_KEYS or _are_equal(list(values.values())):
+        values = [value_at(config, key) for config in configs.values()]
+        if key in NAME_KEYS or _are_equal(values):
             continue
-        texts = {name: show(value) for name, value in values.items()}
-        if len(set(texts.values())) < 2:  # long values whose beginnings are equal
-            texts = {name: str(value) for name, value in values.items()}
-        different.append(Difference(key, texts, key in TABLES.work_keys))
+        texts = [show(value) for value in values]
+        if _are_equal(texts):  # long values whose beginnings are equal
+            texts = [str(value) for value in values]
+        value_of_run = dict(zip(configs, texts, strict=True))
+        different.append(Difference(key, value_of_run, is_work=key in TABLES.work_keys))
     return different
+
+
+def _differences_of_work(runs: Mapping[str, Run]) -> list[Difference]:
+    return [difference for difference in differences(runs) if difference.is_work]
 
 
 def _are_equal(values: Sequence[object]) -> bool:
@@ -119,12 +134,16 @@ def compare(runs: Mapping[str, Run]) -> list[Line]:
     measures of steps, then measures of whole runs. If another program slowed a run down, its
     differences get no verdict."""
     by_run = {name: _step_measures(run) for name, run in runs.items()}
-    disturbed = {name for name, run in runs.items() if outside_load(run)}
-    lines: list[Line] = []
+    disturbed = _slowed_down(runs)
+    significant: list[Line] = []
+    others: list[Line] = []
     for measure in _all_names(by_run):
-        lines += _lines_of_measure(measure, by_run, disturbed)
-    differs = {line.measure for line in lines if _is_significant(line.ratio)}
-    lines.sort(key=lambda line: line.measure not in differs)
+        lines_of_measure = list(_lines_of_measure(measure, by_run, disturbed))
+        if any(_is_significant(line.ratio) for line in lines_of_measure):
+            significant += lines_of_measure
+        else:
+            others += lines_of_measure
+    lines = [*significant, *others]
 
     totals = {name: _run_measures(run) for name, run in runs.items()}
     for measure in _all_names(totals):
@@ -132,6 +151,11 @@ def compare(runs: Mapping[str, Run]) -> list[Line]:
             if measure in total:
                 lines.append(Line(measure, name, total[measure]))
     return lines
+
+
+def _slowed_down(runs: Mapping[str, Run]) -> list[str]:
+    """The runs that other programs slowed down."""
+    return [name for name, run in runs.items() if outside_load(run)]
 
 
 def _all_names(by_run: Mapping[str, Mapping[str, object]]) -> list[str]:
@@ -143,7 +167,7 @@ def _all_names(by_run: Mapping[str, Mapping[str, object]]) -> list[str]:
 
 
 def _lines_of_measure(
-    measure: str, by_run: Mapping[str, Mapping[str, list[float]]], disturbed: set[str]
+    measure: str, by_run: Mapping[str, Mapping[str, list[float]]], disturbed: Sequence[str]
 ) -> Iterator[Line]:
     """A line for each run that has the measure. The others are compared with the first run."""
     first_name, first = next(iter(by_run.items()))
@@ -154,7 +178,7 @@ def _lines_of_measure(
         ratio = None
         if measure in first and name != first_name:
             ratio = ratio_of_means(first[measure], values)
-        if ratio is not None and disturbed.intersection([name, first_name]):
+        if ratio is not None and (name in disturbed or first_name in disturbed):
             ratio = ratio._replace(verdict="outside load")
         p50, p95 = np.quantile(values, [0.5, 0.95])
         yield Line(
@@ -176,7 +200,7 @@ def headline(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
     first, or why there is no verdict."""
     first, *others = runs
     ratios = {line.run: line.ratio for line in lines if line.measure == f"{TIMING}step"}
-    disturbed = [name for name, run in runs.items() if outside_load(run)]
+    disturbed = _slowed_down(runs)
     if len(others) == 1:
         sentence = _of_two(others[0], first, ratios.get(others[0]), disturbed)
     else:
@@ -185,7 +209,7 @@ def headline(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
             is_disturbed = name in disturbed or first in disturbed
             clauses.append(_clause(name, ratios.get(name), is_disturbed))
         sentence = f"compared with {first}: {', '.join(clauses)}"
-    num_keys = sum(difference.is_work for difference in differences(runs))
+    num_keys = len(_differences_of_work(runs))
     if not num_keys:
         return sentence
     plural = "s" if num_keys > 1 else ""
@@ -240,7 +264,7 @@ def notes_on(runs: Mapping[str, Run]) -> Iterator[str]:
     """What limits the comparison: a line for each run that other programs slowed down, and for each
     key that changes the work."""
     yield from loads_on(runs)
-    work = [difference for difference in differences(runs) if difference.is_work]
+    work = _differences_of_work(runs)
     if work:
         yield "The work of a step differs, so times cannot be compared directly:"
         for difference in work:
@@ -285,8 +309,8 @@ def after_warm_up(steps: list[T]) -> list[T]:
 
 def measured_steps(run: Run) -> dict[int, dict[str, float]]:
     """The metrics of the steps after the warm-up."""
-    timed = [(step, row) for step, row in run.metrics.items() if f"{TIMING}step" in row]
-    return dict(after_warm_up(timed))
+    timed = timed_steps(run.metrics)
+    return dict(after_warm_up(list(timed.items())))
 
 
 def _step_measures(run: Run) -> dict[str, list[float]]:
@@ -296,11 +320,11 @@ def _step_measures(run: Run) -> dict[str, list[float]]:
             f"{run.folder}: its metrics.jsonl has no rows; compare runs that have completed some steps"
         )
     steps = measured_steps(run)
-    recorded = sorted(metric_names(steps))
     names = [f"{TIMING}{name}" for name in ("step", *timed_operations(steps))]
     names.append(THROUGHPUT)
-    names += [name for name in recorded if name.startswith("overlap/")]
-    names += [name for name in recorded if name.endswith("/busy_fraction")]
+    recorded = sorted(metric_names(steps))
+    names += fnmatch.filter(recorded, "overlap/*")
+    names += fnmatch.filter(recorded, "*/busy_fraction")
     measures = {}
     for name in names:
         values = finite_values(steps, name)

@@ -6,7 +6,6 @@ Owns what is on it and its charts, in which the curves of all runs are drawn ove
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ from rolepool.report.compare import (
     measured_steps,
     with_unit,
 )
-from rolepool.report.curves import binned
+from rolepool.report.curves import Bins, binned
 from rolepool.report.metrics_by_step import (
     REWARD,
     TIMING,
@@ -42,7 +41,7 @@ from rolepool.units import duration
 MAX_POINTS = 200
 """Points of a line."""
 MAX_DOTS = 25
-"""A line with at most so many points shows each of them as a dot."""
+"""A line with at most this many points shows each of them as a dot."""
 WIDTH = 480
 HEIGHT = 230
 LEFT = 50
@@ -81,14 +80,15 @@ class Chart(NamedTuple):
 def render_comparison(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
     """The page: the headline, the curves of rewards and scores, times, the keys that differ, and
     all measures."""
-    means = {name: mean_times(measured_steps(run)) for name, run in runs.items()}
+    means = {}
     timed: set[str] = set()
-    for times in means.values():
-        timed.update(times)
+    for name, run in runs.items():
+        means[name] = mean_times(measured_steps(run))
+        timed.update(means[name])
     operations = in_step_order(timed - {"step"})
-    measures = {}
-    for measure, group in groupby(lines, key=lambda line: line.measure):
-        measures[measure] = [(line.run, cells_of(line)) for line in group]
+    measures: dict[str, list[tuple[str, list[str]]]] = {}
+    for line in lines:
+        measures.setdefault(line.measure, []).append((line.run, cells_of(line)))
     return TEMPLATES.get_template("comparison.html").render(
         headline=headline(runs, lines),
         loads=list(loads_on(runs)),
@@ -140,23 +140,37 @@ def _summary(runs: Mapping[str, Run], lines: Sequence[Line]) -> dict[str, dict[s
     return summary
 
 
-def typical_steps(runs: Mapping[str, Run]) -> dict[str, tuple[int, float, dict[str, list[Bar]]]]:
-    """For each run that has recorded a step: the number of the step with the median duration, its
-    seconds, and what the first rank of each pool did in it."""
+class TypicalStep(NamedTuple):
+    """A step of a run, and what the first rank of each pool did in it."""
+
+    number: int
+    seconds: float
+    lanes: dict[str, list[Bar]]
+
+
+def typical_steps(runs: Mapping[str, Run]) -> dict[str, TypicalStep]:
+    """The step with the median duration of each run that has recorded one."""
     typical = {}
     for name, run in runs.items():
-        steps = after_warm_up(list(step_bounds(run.spans).items()))
-        if steps:
-            by_duration = sorted(steps, key=_duration_s)
-            number, (start_s, end_s) = by_duration[len(steps) // 2]
-            lanes = first_rank_lanes(run.spans, start_s, end_s)
-            typical[name] = number, end_s - start_s, lanes
+        step = _typical_step(run)
+        if step is not None:
+            typical[name] = step
     return typical
 
 
-def _duration_s(step: tuple[int, tuple[float, float]]) -> float:
-    _, (start_s, end_s) = step
-    return end_s - start_s
+def _typical_step(run: Run) -> TypicalStep | None:
+    bounds = step_bounds(run.spans)
+
+    def duration_s(number: int) -> float:
+        start_s, end_s = bounds[number]
+        return end_s - start_s
+
+    by_duration = sorted(after_warm_up(list(bounds)), key=duration_s)
+    if not by_duration:
+        return None
+    median = by_duration[len(by_duration) // 2]
+    lanes = first_rank_lanes(run.spans, *bounds[median])
+    return TypicalStep(median, duration_s(median), lanes)
 
 
 # Charts
@@ -164,22 +178,23 @@ def _duration_s(step: tuple[int, tuple[float, float]]) -> float:
 
 def charts_of(runs: Mapping[str, Run]) -> Iterator[Chart]:
     """Rewards and validation scores of all runs, each by step and by time."""
-    for title, values_of in {"Reward": _rewards, "Validation score": validation_scores}.items():
-        values = {name: values_of(run.metrics) for name, run in runs.items()}
+    rewards = {name: finite_values(run.metrics, REWARD) for name, run in runs.items()}
+    scores = {name: validation_scores(run.metrics) for name, run in runs.items()}
+    for title, values in (("Reward", rewards), ("Validation score", scores)):
         if not any(values.values()):
             continue
-        by_step = {}
-        by_time = {}
-        for name, points in values.items():
-            by_step[name] = [(float(step), value) for step, value in points.items()]
-            by_time[name] = _by_time(runs[name].metrics, points)
+        by_step: dict[str, Points] = {}
+        by_time: dict[str, Points] = {}
+        latest_s = 0.0
+        for name, value_of_step in values.items():
+            by_step[name] = list(value_of_step.items())
+            times = _by_time(runs[name].metrics, value_of_step)
+            by_time[name] = times
+            if times:
+                latest_s = max(latest_s, times[-1][0])
         yield _chart(f"{title} by step", by_step, _step_ticks)
-        if any(points[-1][0] > 0 for points in by_time.values() if points):
+        if latest_s > 0:
             yield _chart(f"{title} by time", by_time, _time_ticks)
-
-
-def _rewards(metrics: MetricsByStep) -> dict[int, float]:
-    return finite_values(metrics, REWARD)
 
 
 def _by_time(metrics: MetricsByStep, values: Mapping[int, float]) -> list[tuple[float, float]]:
@@ -200,17 +215,15 @@ def _chart(
     ticks_of: Callable[[float, float], list[tuple[float, str]]],
 ) -> Chart:
     """One line for each run, in bins if a run is long."""
-    lines = {}
+    lines: dict[str, Bins] = {}
+    xs: list[float] = []
+    ys: list[float] = []
     for name, points in points_of.items():
         if points:
             bins = binned(points, MAX_POINTS)
-            lines[name] = list(zip(bins["x"], bins["mean"], strict=True))
-    xs: list[float] = []
-    ys: list[float] = []
-    for line in lines.values():
-        for x, y in line:
-            xs.append(x)
-            ys.append(y)
+            lines[name] = bins
+            xs += bins["x"]
+            ys += bins["mean"]
     first = min(xs)
     last = max(xs)
     low, high = _range_of(ys)
@@ -225,7 +238,9 @@ def _chart(
     curves = []
     for place, name in enumerate(points_of):
         if name in lines:
-            path = [(place_x(x), place_y(y)) for x, y in lines[name]]
+            path = []
+            for x, y in zip(lines[name]["x"], lines[name]["mean"], strict=True):
+                path.append((place_x(x), place_y(y)))
             curves.append(Curve(name, place, path))
     x_ticks = [(place_x(at), text) for at, text in ticks_of(first, last)]
     y_ticks = [(place_y(at), f"{at:.4g}") for at in ticks(low, high, NUM_TICKS)]
@@ -246,10 +261,13 @@ def _range_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """About so many round numbers in a range."""
+    """Round numbers in a range, about `count` of them."""
     rough = (high - low) / count or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    for factor in (1, 2, 5, 10):
+        step = factor * power
+        if step >= rough * 0.999:  # rounding must not double the step
+            break
     # A range that begins or ends at a round number has a tick there, whatever rounding makes of it.
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)

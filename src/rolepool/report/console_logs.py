@@ -36,8 +36,10 @@ def read_logs(paths: Sequence[str | Path]) -> dict[str, MetricsByStep]:
     for path, name in zip(map(Path, paths), distinct_names(paths), strict=True):
         if (path / "metrics.jsonl").is_file():
             runs = {part: run.metrics for part, run in read_parts(path, name).items()}
+        elif path.is_dir():
+            runs = _read_log(path / "train.log", name)
         else:
-            runs = _read_log(path / "train.log" if path.is_dir() else path, name)
+            runs = _read_log(path, name)
         if not any(runs.values()):
             raise ConfigError(
                 f"{path}: has no line `step:N - key:value ...`; give a run folder, or its train.log"

@@ -72,13 +72,17 @@ def binned(points: Points, max_bins: int) -> Bins:
     """The points in at most this many bins: the mean x of each bin, and the mean, minimum and
     maximum y."""
     x, y = np.asarray(points, dtype=float).T
-    num_bins = min(len(x), max_bins)
+    num_points = len(x)
+    num_bins = min(num_points, max_bins)
+    places = np.linspace(0, num_points, num_bins, endpoint=False)
     # Several bins would begin at the same point if there were fewer points than bins.
-    starts = np.unique(np.linspace(0, len(x), num_bins, endpoint=False).astype(int))
-    sizes = np.diff([*starts, len(x)])
+    starts = np.unique(places.astype(int))
+    sizes = np.diff([*starts, num_points])
+    mean_x = np.add.reduceat(x, starts) / sizes
+    mean_y = np.add.reduceat(y, starts) / sizes
     return {
-        "x": (np.add.reduceat(x, starts) / sizes).tolist(),
-        "mean": (np.add.reduceat(y, starts) / sizes).tolist(),
+        "x": mean_x.tolist(),
+        "mean": mean_y.tolist(),
         "min": np.minimum.reduceat(y, starts).tolist(),
         "max": np.maximum.reduceat(y, starts).tolist(),
     }
@@ -93,6 +97,11 @@ def chart_of(title: str, x_label: str, series: Mapping[str, Points]) -> LargeCha
     return {"title": title, "x_label": x_label, "series": lines}
 
 
+def points_of(metrics: MetricsByStep, name: str) -> list[tuple[float, float]]:
+    """Step and value of a metric, for all steps that have it."""
+    return [(step, row[name]) for step, row in metrics.items() if name in row]
+
+
 def small_charts(metrics: MetricsByStep) -> SmallCharts:
     """All metrics by name. Those that change have a small chart, the others only their value.
 
@@ -103,7 +112,7 @@ def small_charts(metrics: MetricsByStep) -> SmallCharts:
     constants: list[tuple[str, float]] = []
     num_hidden = 0
     for name in sorted(metric_names(metrics)):
-        points = [(float(step), row[name]) for step, row in metrics.items() if name in row]
+        points = points_of(metrics, name)
         if _is_constant(points):
             constants.append((name, points[0][1]))
         elif len(charts) >= MAX_SMALL_CHARTS:
@@ -122,8 +131,9 @@ def small_charts(metrics: MetricsByStep) -> SmallCharts:
 
 
 def _is_constant(points: Points) -> bool:
+    first = str(points[0][1])
     # Compared as text, because NaN is not equal to itself.
-    return len({str(value) for _, value in points}) == 1
+    return all(str(value) == first for _, value in points)
 
 
 def _small_chart(name: str, points: Points, bins: Bins, place_of_x: int) -> SmallChart:

@@ -53,7 +53,7 @@ def find(run: Run, summary: Summary, predicted: Sequence[Prediction] = ()) -> li
         *_other_placement(summary, predicted),
         *_saved(summary),
     ]
-    findings.sort(key=lambda finding: -finding.gain_s)
+    findings.sort(key=lambda finding: finding.gain_s, reverse=True)
     disturbed = outside_load(run)
     if disturbed:
         findings.insert(0, Finding(disturbed, {"step_s": summary.step_s}))
@@ -156,7 +156,10 @@ def _balancing_override(run: Run, operation: str) -> str:
 def _hand_overs(run: Run, summary: Summary) -> Iterator[Finding]:
     """The part of the critical path that is not work in a pool."""
     hand_over_s = summary.path_s.get(("", ""), 0.0)
-    driver_s = sum(seconds for (pool, _), seconds in summary.path_s.items() if pool == DRIVER)
+    driver_s = 0.0
+    for (pool, _), seconds in summary.path_s.items():
+        if pool == DRIVER:
+            driver_s += seconds
     not_work_s = hand_over_s + driver_s
     if not summary.step_s or not_work_s / summary.step_s <= HAND_OVER:
         return
@@ -182,11 +185,11 @@ def _memory(run: Run) -> Iterator[Finding]:
     for name, pool in run.plan.pools.items():
         # Roles of the run's extensions are not known here.
         specs = [ROLE_SPECS[role] for role in pool.roles if role in ROLE_SPECS]
-        used_bytes, total_bytes = _fullest_gpu(run, name)
-        if not specs or not total_bytes:
+        fullest = _fullest_gpu(run, name)
+        if not specs or fullest is None:
             continue
-        left = 1 - used_bytes / total_bytes
-        numbers = {"used_gib": used_bytes / GIB, "total_gib": total_bytes / GIB}
+        left = 1 - fullest.part
+        numbers = {"used_gib": fullest.used_bytes / GIB, "total_gib": fullest.total_bytes / GIB}
         key = _memory_key(run, specs)
         # A micro-batch size that is not set is the largest that fits.
         is_chosen_by_us = bool(key) and value_at(run.config, key) is None
@@ -194,28 +197,45 @@ def _memory(run: Run) -> Iterator[Finding]:
             override = f"{key}=1" if is_chosen_by_us else _scaled(run, key, 0.5)
             yield _finding("little_memory_left", numbers, override, pool=name, left=left)
         elif left > MUCH_MEMORY_LEFT and not is_chosen_by_us:
-            yield _finding("much_memory_left", numbers, _scaled(run, key, 2), pool=name, left=left)
+            override = _scaled(run, key, 2)
+            yield _finding("much_memory_left", numbers, override, pool=name, left=left)
 
 
-def _fullest_gpu(run: Run, pool: str) -> tuple[int, int]:
-    """Bytes used and total of a pool's GPU in the sample in which it was fullest; zeros if no
-    sample tells them."""
-    used_bytes, total_bytes = 0, 0
+class UsedMemory(NamedTuple):
+    """How full a GPU was in a sample."""
+
+    used_bytes: int
+    total_bytes: int
+
+    @property
+    def part(self) -> float:
+        return self.used_bytes / self.total_bytes
+
+
+def _fullest_gpu(run: Run, pool: str) -> UsedMemory | None:
+    """A pool's GPU in the sample in which it was fullest; None if no sample tells the size of its
+    memory."""
+    fullest: UsedMemory | None = None
     for sample in run.monitor:
         for gpu in sample["gpus"]:
-            gpu_total_bytes = gpu.get("memory_total_bytes")
-            if not gpu_total_bytes or pool not in gpu["pools"]:
+            total_bytes = gpu.get("memory_total_bytes")
+            if not total_bytes or pool not in gpu["pools"]:
                 continue
-            gpu_used_bytes = gpu["memory_bytes"]
-            if not total_bytes or gpu_used_bytes / gpu_total_bytes > used_bytes / total_bytes:
-                used_bytes, total_bytes = gpu_used_bytes, gpu_total_bytes
-    return used_bytes, total_bytes
+            used = UsedMemory(gpu["memory_bytes"], total_bytes)
+            if fullest is None or used.part > fullest.part:
+                fullest = used
+    return fullest
 
 
 def _memory_key(run: Run, specs: Sequence[RoleSpec]) -> str:
     """The key that decides most about a pool's memory: the micro-batch size of a role that is
     trained, or else of one that computes log-probs or scores, or else the key of the rollout."""
-    spec = min(specs, key=lambda spec: (not spec.is_trained, not spec.batched))
+
+    def sort_key(spec: RoleSpec) -> tuple[bool, bool]:
+        """Roles that are trained come first, and then roles with micro-batches."""
+        return not spec.is_trained, not spec.batched
+
+    spec = min(specs, key=sort_key)
     if not spec.batched:
         return spec.memory_key
     _, micro_batch = spec.batched[-1]

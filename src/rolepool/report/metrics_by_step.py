@@ -16,14 +16,26 @@ MetricsByStep = dict[int, dict[str, float]]
 
 def metric_names(metrics: MetricsByStep) -> list[str]:
     """All names of metrics, in the order in which they first appear."""
-    return list(dict.fromkeys(name for row in metrics.values() for name in row))
+    names: dict[str, None] = {}
+    for row in metrics.values():
+        names.update(dict.fromkeys(row))
+    return list(names)
+
+
+def timed_steps(metrics: MetricsByStep) -> MetricsByStep:
+    """The steps that have ended. The rows of others have only the metrics of a validation or of a
+    checkpoint."""
+    return {step: row for step, row in metrics.items() if f"{TIMING}step" in row}
 
 
 def finite_values(metrics: MetricsByStep, name: str) -> dict[int, float]:
     """The value of this metric for each step that has a finite one."""
-    return {
-        step: row[name] for step, row in metrics.items() if math.isfinite(row.get(name, math.nan))
-    }
+    values = {}
+    for step, row in metrics.items():
+        value = row.get(name, math.nan)
+        if math.isfinite(value):
+            values[step] = value
+    return values
 
 
 def validation_scores(metrics: MetricsByStep) -> dict[int, float]:

@@ -40,8 +40,11 @@ def colors_for(names: Iterable[str]) -> dict[str, str]:
 def timed_operations(metrics: MetricsByStep) -> list[str]:
     """The operations that have a time in some step, in the order of a step; without `step`
     itself."""
-    names = [name.removeprefix(TIMING) for name in metric_names(metrics) if name.startswith(TIMING)]
-    return in_step_order(name for name in names if name != "step")
+    names = []
+    for metric in metric_names(metrics):
+        if metric.startswith(TIMING) and metric != f"{TIMING}step":
+            names.append(metric.removeprefix(TIMING))
+    return in_step_order(names)
 
 
 def mean_times(metrics: MetricsByStep) -> dict[str, float]:

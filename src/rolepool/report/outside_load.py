@@ -74,13 +74,15 @@ def _periods(run: Run) -> list[Period]:
 
 def _period(run: Run, steps: Sequence[int]) -> Period:
     rows = [run.metrics[step] for step in steps]
+    times_s = [row[f"{TIMING}step"] for row in rows]
+    times_of_token_s = [row[f"{TIMING}step"] / row["perf/total_num_tokens"] for row in rows]
     utilization = _mean_of_pools(rows, "utilization")
     busy_fraction = _mean_of_pools(rows, "busy_fraction")
     return Period(
         first=steps[0],
         last=steps[-1],
-        step_s=median(row[f"{TIMING}step"] for row in rows),
-        token_s=median(row[f"{TIMING}step"] / row["perf/total_num_tokens"] for row in rows),
+        step_s=median(times_s),
+        token_s=median(times_of_token_s),
         use=utilization / busy_fraction,
     )
 
@@ -102,5 +104,7 @@ def _mean_of_pools(rows: Sequence[Mapping[str, float]], metric: str) -> float:
     pattern = re.compile(rf"pool/(?!{RULE_POOL}/).*/{metric}")
     values = []
     for row in rows:
-        values += [value for name, value in row.items() if pattern.fullmatch(name)]
+        for name, value in row.items():
+            if pattern.fullmatch(name):
+                values.append(value)
     return fmean(values) if values else 0.0

@@ -18,7 +18,7 @@ from rolepool.metrics.sampling import Sample, pool_use
 from rolepool.metrics.spans import BETWEEN_STEPS, step_bounds
 from rolepool.planner.predict import Prediction
 from rolepool.report.compare import measured_steps
-from rolepool.report.curves import LargeChart, chart_of, small_charts
+from rolepool.report.curves import LargeChart, chart_of, points_of, small_charts
 from rolepool.report.findings import find
 from rolepool.report.metrics_by_step import (
     REWARD,
@@ -26,6 +26,7 @@ from rolepool.report.metrics_by_step import (
     MetricsByStep,
     finite_values,
     metric_names,
+    timed_steps,
     validation_scores,
 )
 from rolepool.report.operations import colors_for, in_step_order, mean_times, timed_operations
@@ -84,9 +85,10 @@ def page_data(run: Run) -> PageData:
 
 def _plan_data(run: Run) -> PageData:
     """The placements of a run, and the pools of the newest one."""
-    pools = run.plan.model_dump(mode="json")["pools"] if run.plan is not None else {}
-    placements = [_placement(part) for part in parts_of(run) if part.plans]
-    return {"plan": pools, "placements": placements}
+    if run.plan is None:
+        return {"plan": {}, "placements": []}
+    placements = [_placement(part) for part in parts_of(run)]
+    return {"plan": run.plan.model_dump(mode="json")["pools"], "placements": placements}
 
 
 def _placement(part: Run) -> PageData:
@@ -103,8 +105,9 @@ def _spans_data(run: Run, last: Run) -> PageData:
     bounds = step_bounds(last.spans)
     summary = summarise(grouped, bounds)
     predicted = other_placements(last)
-    timed = {*timed_operations(run.metrics)} - {*BETWEEN_STEPS}
-    operations = in_step_order({recorded.operation for recorded in run.spans} | timed)
+    names = set(timed_operations(run.metrics)).difference(BETWEEN_STEPS)
+    names.update(recorded.operation for recorded in run.spans)
+    operations = in_step_order(names)
     return {
         "operations": operations,
         "colors": colors_for(operations),
@@ -117,15 +120,18 @@ def _spans_data(run: Run, last: Run) -> PageData:
 
 
 def _averages(summary: Summary) -> PageData:
+    """The averages over steps. JSON has no tuples as keys, so each becomes the beginning of a
+    row."""
     pools = {}
     for pool, times_s in summary.pools_s.items():
         pools[pool] = [(*kind_of_time, seconds) for kind_of_time, seconds in times_s.items()]
+    path = [(*place, seconds) for place, seconds in summary.path_s.items()]
     return {
         "num_averaged": len(summary.steps),
         "step_s": summary.step_s,
         "num_ranks": summary.num_ranks,
         "pools": pools,
-        "path": [(pool, operation, s) for (pool, operation), s in summary.path_s.items()],
+        "path": path,
     }
 
 
@@ -133,9 +139,15 @@ def _predictions(predicted: Sequence[Prediction]) -> PageData:
     rows = []
     notes: set[str] = set()
     for prediction in predicted:
-        pools = prediction.plan.sizes_in_words
-        times_s = (prediction.step_s, prediction.low_s, prediction.high_s)
-        rows.append((pools, prediction.name, *times_s))
+        rows.append(
+            (
+                prediction.plan.sizes_in_words,
+                prediction.name,
+                prediction.step_s,
+                prediction.low_s,
+                prediction.high_s,
+            )
+        )
         notes.update(prediction.notes)
     return {"predicted": rows, "not_measured": sorted(notes)}
 
@@ -170,10 +182,11 @@ def _changed_config(config: Mapping[str, object]) -> list[tuple[str, str, str]]:
 
 
 def _first_and_last(values: Mapping[int, float]) -> list[tuple[int, float]]:
-    """Step and value of the first and of the last point; one of them if they are the same; none if
-    there is none."""
+    """Step and value of the first and of the last point; one or none if there are no more."""
     points = list(values.items())
-    return points if len(points) < 2 else [points[0], points[-1]]
+    if len(points) < 2:
+        return points
+    return [points[0], points[-1]]
 
 
 def _curves(metrics: MetricsByStep, unit: str) -> Iterator[LargeChart]:
@@ -184,9 +197,7 @@ def _curves(metrics: MetricsByStep, unit: str) -> Iterator[LargeChart]:
         for pattern in patterns:
             for name in names:
                 if fnmatchcase(name, pattern):
-                    series[name] = [
-                        (step, row[name]) for step, row in metrics.items() if name in row
-                    ]
+                    series[name] = points_of(metrics, name)
         if series:
             yield chart_of(title.format(unit=unit), "step", series)
 
@@ -194,12 +205,15 @@ def _curves(metrics: MetricsByStep, unit: str) -> Iterator[LargeChart]:
 def _breakdown(metrics: MetricsByStep) -> LargeChart:
     """Seconds of the step, and of each operation in it. The step is shorter than their sum if
     operations overlap. Validation and saving are not part of a step."""
-    steps = {step: row for step, row in metrics.items() if f"{TIMING}step" in row}
-    times = {}
-    if steps:
-        operations = [name for name in timed_operations(steps) if name not in BETWEEN_STEPS]
-        for name in ("step", *operations):
-            times[name] = [(step, row.get(f"{TIMING}{name}", 0.0)) for step, row in steps.items()]
+    steps = timed_steps(metrics)
+    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for name in ("step", *timed_operations(steps)):
+        if name in BETWEEN_STEPS:
+            continue
+        for step, row in steps.items():
+            # An operation that did not run in this step took no time in it.
+            seconds = row.get(f"{TIMING}{name}", 0.0)
+            times[name].append((step, seconds))
     return chart_of("Step time", "step", times)
 
 
@@ -209,9 +223,9 @@ def _usage(monitor: Sequence[Sample]) -> list[LargeChart]:
     memory: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for sample in monitor:
         seconds = sample["time_s"] - monitor[0]["time_s"]
-        for pool, (percent, gib) in pool_use(sample).items():
-            utilization[pool].append((seconds, percent))
-            memory[pool].append((seconds, gib))
+        for pool, use in pool_use(sample).items():
+            utilization[pool].append((seconds, use.percent))
+            memory[pool].append((seconds, use.memory_gib))
     if not utilization:
         return []
     return [

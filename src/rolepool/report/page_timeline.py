@@ -48,17 +48,24 @@ class Window(TypedDict):
 
 def windows(grouped: SpansByStep, bounds: Bounds, operations: Sequence[str]) -> list[Window]:
     """The windows that the page can show; it opens with the first one."""
-    chosen = _choose_steps(grouped, bounds)
-    return [_window(why, grouped, bounds, steps, operations) for why, steps in chosen.items()]
+    shown = []
+    for why, steps in _choose_steps(grouped, bounds).items():
+        shown.append(_window(why, grouped, bounds, steps, operations))
+    return shown
 
 
 def _choose_steps(grouped: SpansByStep, bounds: Bounds) -> dict[str, list[int]]:
     """The median step, on which the page opens, the slowest one, and all steps or as many of the
     first and last as fit. The first step includes warm-up, so it is neither median nor slowest."""
+
+    def duration_s(step: int) -> float:
+        start_s, end_s = bounds[step]
+        return end_s - start_s
+
     steps = sorted(bounds)
     if not steps:
         return {}
-    by_length = sorted(steps[1:] or steps, key=lambda step: bounds[step][1] - bounds[step][0])
+    by_length = sorted(steps[1:] or steps, key=duration_s)
     median = [by_length[len(by_length) // 2]]
     slowest = [by_length[-1]]
 
@@ -92,17 +99,14 @@ def _window(
     timeline = around(grouped, steps[0], steps[-1])
     all_lanes = lanes(timeline, start_s, end_s)
     shown: list[Lane] = []
-    for (pool, rank), lane in islice(all_lanes.items(), MAX_LANES):
-        busy = [timeline[piece.position] for piece in lane if piece.position != NONE]
-        waits = [piece for piece in lane if piece.position == NONE]
-        shown.append(
-            {
-                "pool": pool,
-                "rank": rank,
-                "spans": [_span_row(recorded, operations, start_s) for recorded in busy],
-                "waits": [_wait_row(piece, start_s) for piece in waits],
-            }
-        )
+    for (pool, rank), pieces in islice(all_lanes.items(), MAX_LANES):
+        lane: Lane = {"pool": pool, "rank": rank, "spans": [], "waits": []}
+        for piece in pieces:
+            if piece.position == NONE:
+                lane["waits"].append(_wait_row(piece, start_s))
+            else:
+                lane["spans"].append(_span_row(timeline[piece.position], operations, start_s))
+        shown.append(lane)
     return {
         "why": why,
         "starts": [(step, bounds[step][0] - start_s) for step in steps],

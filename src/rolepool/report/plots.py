@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import fnmatch
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import cycle
@@ -24,11 +25,13 @@ from rolepool.report.metrics_by_step import (
     MetricsByStep,
     finite_values,
     metric_names,
+    timed_steps,
 )
 from rolepool.report.operations import colors_for, in_step_order, mean_times
 from rolepool.report.tables import TABLES
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
 
@@ -46,7 +49,10 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
     logs = read_logs(paths)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    metrics = in_step_order({name for rows in logs.values() for name in metric_names(rows)})
+    names: set[str] = set()
+    for rows in logs.values():
+        names.update(metric_names(rows))
+    metrics = in_step_order(names)
     written = [folder / "timing_metrics.csv"]
     _write_csv(written[0], logs, metrics)
     with style():
@@ -69,7 +75,7 @@ def _figures(logs: Mapping[str, MetricsByStep], metrics: Sequence[str]) -> dict[
             units |= dict.fromkeys(fnmatch.filter(metrics, pattern), unit)
         figures[name] = _small_multiples(logs, units)
 
-    means = {name: mean_times(rows) for name, rows in logs.items()}
+    means = {log: mean_times(rows) for log, rows in logs.items()}
     if len(logs) > 1 and any(means.values()):
         comparison = new_figure(3.6)
         grouped_bars(comparison.subplots(), means)
@@ -118,9 +124,14 @@ def new_figure(height_in: float) -> Figure:
     return Figure(figsize=(9.0, height_in))
 
 
-def _whole_operations(names: set[str]) -> list[str]:
-    """Operations that are not part of another one, in the order of a step."""
-    return [name for name in in_step_order(names) if name not in PARTS_OF_GEN and "/" not in name]
+def _whole_operations(means: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """The operations that have a time in some log and are not part of another one, in the order of
+    a step."""
+    timed: set[str] = set()
+    for times_s in means.values():
+        timed.update(times_s)
+    whole = {name for name in timed if "/" not in name}
+    return in_step_order(whole.difference(PARTS_OF_GEN))
 
 
 def _logged(logs: Mapping[str, MetricsByStep], metrics: Iterable[str]) -> list[str]:
@@ -140,8 +151,7 @@ def _overview(logs: Mapping[str, MetricsByStep]) -> Figure:
     are no numbers."""
     means = {log: mean_times(rows) for log, rows in logs.items()}
     timed_logs = [log for log, times in means.items() if times]
-    names = {name for times in means.values() for name in times}
-    operations = _whole_operations(names - {"step"})
+    operations = [name for name in _whole_operations(means) if name != "step"]
     units = {REWARD: "mean reward", THROUGHPUT: "tokens/s per GPU"}
 
     panels = [*_logged(logs, [REWARD]), *timed_logs, *_logged(logs, [THROUGHPUT])]
@@ -165,26 +175,26 @@ def _stack(axes: Axes, log: str, metrics: MetricsByStep, operations: Sequence[st
     """Stacked times of operations over steps, with the step's own time as a line."""
     import numpy as np
 
-    rows = {step: row for step, row in metrics.items() if f"{TIMING}step" in row} or metrics
-    times = np.array(
-        [
-            [row.get(f"{TIMING}{name}", np.nan) for row in rows.values()]
-            for name in (*operations, "step")
-        ]
-    )
-    # Every value holds from halfway to its neighbours; those at the ends are as wide as the others.
+    rows = timed_steps(metrics) or metrics
+
+    def times_of(name: str) -> npt.NDArray[np.float64]:
+        """A value for each step, and the first and the last one twice: every value holds from
+        halfway to its neighbours, and those at the ends are as wide as the others."""
+        values = [row.get(f"{TIMING}{name}", np.nan) for row in rows.values()]
+        return np.pad(values, 1, mode="edge")
+
     steps = [min(rows) - 0.5, *rows, max(rows) + 0.5]
-    times = np.pad(times, ((0, 0), (1, 1)), mode="edge")
-    axes.stackplot(
-        steps,
-        np.nan_to_num(times[:-1]),
-        step="mid",
-        colors=colors_for(operations).values(),
-        labels=operations,
-    )
+    if operations:  # a log may have the times of its steps only
+        axes.stackplot(
+            steps,
+            [np.nan_to_num(times_of(name)) for name in operations],
+            step="mid",
+            colors=colors_for(operations).values(),
+            labels=operations,
+        )
     axes.plot(
         steps,
-        times[-1],
+        times_of("step"),
         drawstyle="steps-mid",
         color="black",
         linewidth=1.2,
@@ -235,37 +245,49 @@ def _small_multiples(logs: Mapping[str, MetricsByStep], units: Mapping[str, str]
     """A panel for each metric that has numbers."""
     metrics = _logged(logs, units)
     num_columns = max(1, min(3, len(metrics)))
-    num_rows = -(-len(metrics) // num_columns)
+    num_rows = math.ceil(len(metrics) / num_columns)
     figure = new_figure(0.6 + 1.9 * num_rows)
     for place, metric in enumerate(metrics, 1):
         axes = figure.add_subplot(num_rows, num_columns, place)
         _lines(axes, logs, metric, units[metric], title_width=90 // num_columns)
     if len(logs) > 1 and metrics:
+        # All panels have the same lines, so one legend is enough.
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(logs)))
+        figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=min(4, len(logs)),
+        )
     return figure
 
 
 def grouped_bars(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
     """Mean seconds by run and operation: a group of bars for each operation, with ratios to the
     first run. A run has the colour of its lines in other plots."""
-    operations = _whole_operations({name for means in times.values() for name in means})
+    operations = _whole_operations(times)
     num_runs = len(times)
     width = 0.84 / num_runs
     first = next(iter(times.values()))
-    runs = zip(cycle(TABLES.series_colors), times.items(), strict=False)
-    for index, (color, (run, means)) in enumerate(runs):
-        names = [name for name in operations if name in means]
+    colors = cycle(TABLES.series_colors)
+    for index, (run, means) in enumerate(times.items()):
         offset = (index - (num_runs - 1) / 2) * width
+        places = []
+        heights = []
+        ratios = []
+        for place, name in enumerate(operations):
+            if name in means:
+                places.append(place + offset)
+                heights.append(means[name])
+                ratios.append(_ratio_text(means[name], first.get(name)))
         bars = axes.bar(
-            [operations.index(name) + offset for name in names],
-            [means[name] for name in names],
+            places,
+            heights,
             width * 0.94,
-            color=color,
+            color=next(colors),
             label=fill(run, LEGEND_WIDTH),
         )
-        if index:
-            ratios = [_ratio_text(means[name], first.get(name)) for name in names]
+        if index > 0:
             axes.bar_label(bars, ratios, fontsize=7, rotation=90 if num_runs > 2 else 0)
     # Names break after their last underscore, because two lines need less width.
     labels = ["_\n".join(name.rsplit("_", 1)) for name in operations]

@@ -51,9 +51,11 @@ def other_placements(run: Run) -> list[Prediction]:
         )
         plan = recording.plan
         own = predictor.predict("", recording.config, plan)
-        best = search(predictor, recording.config, plan.gpus_per_node)
-        others = [prediction for prediction in best if places(prediction.plan) != places(plan)]
-        return [own, *others]
+        predictions = [own]
+        for prediction in search(predictor, recording.config, plan.gpus_per_node):
+            if places(prediction.plan) != places(plan):
+                predictions.append(prediction)
+        return predictions
     return []
 
 
@@ -129,8 +131,10 @@ class PredictRequest:
             with collected(problems, f"{placement}: "):
                 base = without_placement(self.config, overrides)
                 config = load_config([base], [*sizes, *overrides]).config
-                is_sized = any(override.startswith(SIZE_KEYS) for override in overrides)
-                inventory = None if is_sized else self.inventory
+                inventory: list[int] | None = list(self.inventory)
+                # A placement that sets the number of GPUs itself gets that number.
+                if any(override.startswith(SIZE_KEYS) for override in overrides):
+                    inventory = None
                 plan = build_plan(config, inventory, take_all=True)
                 predictions[placement] = self.predictor.predict(placement, config, plan)
         return Answer(predictions, problems)
@@ -146,7 +150,8 @@ class PredictRequest:
         predictions: dict[str, Prediction] = {}
         problems: list[str] = []
         per_node = max(self.inventory)
-        for num_gpus in sorted({sum(parse_inventory(word)) for word in text.split(",")}):
+        all_num_gpus = {sum(parse_inventory(word)) for word in text.split(",")}
+        for num_gpus in sorted(all_num_gpus):
             num_whole_nodes, rest = divmod(num_gpus, per_node)
             inventory = [per_node] * num_whole_nodes
             if rest:
@@ -160,24 +165,26 @@ class PredictRequest:
         """The predictions, with the measured times of the same placements. `first` is the title of
         the labels."""
         measured = [recording for recording in self.measured if not math.isnan(recording.step_s)]
-        rows = {label: _columns(prediction) for label, prediction in predictions.items()}
-        if any(prediction.memory_gib for prediction in predictions.values()):
-            for label, prediction in predictions.items():
+        memory_is_known = any(prediction.memory_gib for prediction in predictions.values())
+        # All rows have the same columns.
+        rows: dict[str, dict[str, str]] = {}
+        for label, prediction in predictions.items():
+            row = _columns(prediction)
+            if memory_is_known:
                 most_gib = max(prediction.memory_gib.values(), default=0)
-                rows[label]["GiB"] = f"{most_gib:.0f}"
-        if measured:
-            for label, prediction in predictions.items():
-                rows[label].update(_measured_columns(prediction, measured))
+                row["GiB"] = f"{most_gib:.0f}"
+            if measured:
+                row.update(_measured_columns(prediction, measured))
+            rows[label] = row
 
         table = Table(box=None, pad_edge=False, header_style="bold")
-        titles: dict[str, None] = {first: None}
-        for row in rows.values():
-            titles.update(dict.fromkeys(row))
+        table.add_column(first, overflow="fold")
+        titles = next(iter(rows.values()), {})
         for title in titles:
-            is_text = title in (first, *TEXT_COLUMNS)
-            table.add_column(
-                title, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
-            )
+            if title in TEXT_COLUMNS:
+                table.add_column(title, overflow="fold")
+            else:
+                table.add_column(title, justify="right", no_wrap=True, overflow="fold")
         for label, row in rows.items():
             table.add_row(label, *row.values())
         return table
@@ -243,9 +250,13 @@ def without_placement(config: Config, words: Iterable[str]) -> PlainValues:
 
 def path_in_words(prediction: Prediction) -> str:
     """The operations that a step waits for longest, without those under 1%."""
-    shares = [(seconds / prediction.step_s, operation) for operation, seconds in prediction.path]
+    shares = []
+    for operation, seconds in prediction.path:
+        share = seconds / prediction.step_s
+        if share >= 0.01:
+            shares.append((share, operation))
     longest = sorted(shares, reverse=True)[:MAX_PATH]
-    return ", ".join(f"{operation} {share:.0%}" for share, operation in longest if share >= 0.01)
+    return ", ".join(f"{operation} {share:.0%}" for share, operation in longest)
 
 
 def why_best(best: Prediction, *others: Prediction) -> str:
@@ -263,13 +274,19 @@ def why_best(best: Prediction, *others: Prediction) -> str:
 
 def plot_scaling(best: Mapping[str, Prediction], path: Path) -> None:
     """Write a plot of the step time against the number of GPUs."""
+    counts = []
+    step_s = []
+    low_s = []
+    high_s = []
+    for num_gpus, prediction in best.items():
+        counts.append(int(num_gpus))
+        step_s.append(prediction.step_s)
+        low_s.append(prediction.low_s)
+        high_s.append(prediction.high_s)
     with style():
         figure = new_figure(4.0)
         axes = figure.subplots()
-        counts = [int(label) for label in best]
-        low_s = [prediction.low_s for prediction in best.values()]
-        high_s = [prediction.high_s for prediction in best.values()]
-        axes.plot(counts, [prediction.step_s for prediction in best.values()], marker="o")
+        axes.plot(counts, step_s, marker="o")
         axes.fill_between(counts, low_s, high_s, alpha=0.2)
         axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="predicted step time (s)")
         with atomic_path(path) as temporary:

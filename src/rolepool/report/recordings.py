@@ -53,7 +53,11 @@ def recordings_of(run: Run) -> list[Recording]:
     config = loaded.config
     measured = run.read_whole(SHARDING_FILE, ShardingTimes.model_validate_json)
     times = measured.times if measured is not None else []
-    return [Recording(config, part.plans[0].plan, part.spans, times) for part in parts]
+    recordings = []
+    for part in parts:
+        (planned,) = part.plans
+        recordings.append(Recording(config, planned.plan, part.spans, times))
+    return recordings
 
 
 def identity_of(config: Config) -> tuple[str | None, ...]:
@@ -110,9 +114,13 @@ def _spans_of_log(
         for name in operations:
             seconds = row.get(f"{TIMING}{name}", 0.0)
             role = roles.get(name)
+            if role is None:
+                pool = DRIVER
+            else:
+                pool = plan.roles.get(role, RULE_POOL)
             call = len(spans)
             span = Span(
-                pool=DRIVER if role is None else plan.roles.get(role, RULE_POOL),
+                pool=pool,
                 role=role or "trainer",
                 rank=0,
                 method=name,

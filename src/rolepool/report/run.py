@@ -9,8 +9,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -22,7 +23,7 @@ from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps
 from rolepool.reading import open_regular, read_small
-from rolepool.report.metrics_by_step import TIMING, MetricsByStep, finite_values
+from rolepool.report.metrics_by_step import TIMING, MetricsByStep, finite_values, timed_steps
 from rolepool.report.run_lines import MAX_STEP, Event, read_row, read_sample, read_span
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ class Run:
 
     folder: Path
     name: str
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, object] = field(default_factory=dict)
     plans: list[PlannedSteps] = field(default_factory=list)
     """In the order of steps; empty if there is no readable plan.json. Each move adds one."""
     spans: list[Recorded] = field(default_factory=list)
@@ -66,26 +67,30 @@ class Run:
     def event_counts(self) -> dict[str, int]:
         """The number of restarts and of moves, without those that are 0. A resume with another
         placement is a move."""
-        counts = {
-            "restarts": sum(event.kind == "restart" for event in self.events),
-            "moves": len(self.plans[1:]),
-        }
-        return {name: count for name, count in counts.items() if count}
+        kinds = [event.kind for event in self.events]
+        num_restarts = kinds.count("restart")
+        num_moves = len(self.plans[1:])
+        counts = {}
+        if num_restarts:
+            counts["restarts"] = num_restarts
+        if num_moves:
+            counts["moves"] = num_moves
+        return counts
 
     @property
     def notes(self) -> list[str]:
         """What could not be read, in words."""
-        unread = [f"{file} cannot be read: {reason}" for file, reason in self.unread.items()]
-        skipped = [
-            f"skipped {num} unreadable lines of {file}" for file, num in self.skipped.items()
-        ]
-        return [*unread, *skipped]
+        notes = []
+        for file, reason in self.unread.items():
+            notes.append(f"{file} cannot be read: {reason}")
+        for file, num_lines in self.skipped.items():
+            notes.append(f"skipped {num_lines} unreadable lines of {file}")
+        return notes
 
     @property
     def step(self) -> int:
         """The last step that has ended."""
-        ended = [step for step, row in self.metrics.items() if f"{TIMING}step" in row]
-        return max(ended, default=0)
+        return max(timed_steps(self.metrics), default=0)
 
     @property
     def num_steps(self) -> int | None:
@@ -141,9 +146,9 @@ def _reason(error: Exception) -> str:
     return show(" ".join(text.split()))
 
 
-def value_at(config: Mapping[str, Any], key: str) -> Any:
+def value_at(config: Mapping[str, object], key: str) -> object:
     """The value of a dotted key; None if the config has no such key."""
-    value: Any = config
+    value: object = config
     for part in key.split("."):
         if not isinstance(value, Mapping):
             return None
@@ -222,22 +227,19 @@ def parts_of(run: Run) -> list[Run]:
     of its own. If the run never moved, it is its only part."""
     if len(run.plans) < 2:
         return [run]
-    later = [planned.first_step for planned in run.plans[1:]]
-    begins = [0, *later]
-    ends = [*later, math.inf]
-    return [
-        _part(run, planned, begin, end)
-        for planned, begin, end in zip(run.plans, begins, ends, strict=True)
-    ]
+    parts = []
+    begin = 0
+    for planned, following in pairwise(run.plans):
+        parts.append(_part(run, planned, begin, following.first_step))
+        begin = following.first_step
+    parts.append(_part(run, run.plans[-1], begin, math.inf))
+    return parts
 
 
 def _part(run: Run, planned: PlannedSteps, begin: int, end: float) -> Run:
-    """The steps of a run from `begin` on, without `end`."""
+    """The steps of a run from `begin` on, before `end`."""
     metrics = {step: row for step, row in run.metrics.items() if begin <= step < end}
     spans = [recorded for recorded in run.spans if begin <= recorded.step < end]
-    # Without spans no sample can be said to belong to these steps.
-    start_s = min((recorded.span.start_s for recorded in spans), default=math.inf)
-    end_s = max((recorded.span.end_s for recorded in spans), default=math.inf)
     first_step = planned.first_step
     last_step = max(metrics, default=first_step)
     return replace(
@@ -246,8 +248,18 @@ def _part(run: Run, planned: PlannedSteps, begin: int, end: float) -> Run:
         plans=[planned],
         spans=spans,
         metrics=metrics,
-        monitor=[sample for sample in run.monitor if start_s <= sample["time_s"] <= end_s],
+        monitor=_samples_during(spans, run.monitor),
     )
+
+
+def _samples_during(spans: Sequence[Recorded], monitor: Sequence[Sample]) -> list[Sample]:
+    """The samples between the first and the last of these spans. Without spans it is not known
+    which samples belong to their steps, so there are none."""
+    if not spans:
+        return []
+    start_s = min(recorded.span.start_s for recorded in spans)
+    end_s = max(recorded.span.end_s for recorded in spans)
+    return [sample for sample in monitor if start_s <= sample["time_s"] <= end_s]
 
 
 def read_parts(folder: str | Path, name: str) -> dict[str, Run]:
@@ -255,19 +267,26 @@ def read_parts(folder: str | Path, name: str) -> dict[str, Run]:
     has."""
     run = read_run(folder)
     run.name = name
-    parts = {part.name: part for part in parts_of(run) if part.metrics}
+    parts = {}
+    for part in parts_of(run):
+        if part.metrics:
+            parts[part.name] = part
     return parts or {name: run}
 
 
 def distinct_names(paths: Sequence[str | Path]) -> list[str]:
     """A name for each path: its last part, or the full path if several have the same last part;
     paths that are the same get numbers."""
-    last_parts = [encodable(Path(path).absolute().name.removesuffix(".log")) for path in paths]
+    last_parts = []
+    for path in paths:
+        file_name = Path(path).absolute().name
+        last_parts.append(encodable(file_name.removesuffix(".log")))
     names = []
     for last_part, path in zip(last_parts, paths, strict=True):
         is_distinct = last_parts.count(last_part) == 1
         names.append(last_part if is_distinct else encodable(str(path)))
-    return [
-        name if names.count(name) == 1 else f"{name} ({number})"
-        for number, name in enumerate(names, 1)
-    ]
+    numbered_names = []
+    for number, name in enumerate(names, 1):
+        is_distinct = names.count(name) == 1
+        numbered_names.append(name if is_distinct else f"{name} ({number})")
+    return numbered_names

@@ -41,7 +41,10 @@ def _span_fields() -> dict[str, Any]:
         "operation": str,
         **get_type_hints(Span, include_extras=True),
     }
-    return {name: (type_, Span._field_defaults.get(name, ...)) for name, type_ in types.items()}
+    fields = {}
+    for name, type_ in types.items():
+        fields[name] = (type_, Span._field_defaults.get(name, ...))
+    return fields
 
 
 _SpanLine = create_model(

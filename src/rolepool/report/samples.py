@@ -7,7 +7,7 @@ small.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, TypeGuard
 
 from pydantic import TypeAdapter
 
@@ -38,13 +38,37 @@ FOLDERS: dict[str, tuple[str, Callable[[Mapping[str, float]], float | None]]] = 
 """For each folder what its responses come from, and their mean score, from the metrics of the
 step."""
 
-_Line = TypeAdapter(dict[str, Any])
+_Line = TypeAdapter(dict[str, object])
+
+SampleRow = tuple[str, str, str, float | None, str, dict[str, float]]
+"""A response for the page: the question, the response, the ground truth, the score, the source of
+the row, and other numbers by name."""
 
 
-def samples_of(run: Run) -> dict[str, Any]:
-    """The responses of some validations, then those of some training steps, newest first; and the
-    number of files that are not shown. Lines that cannot be read are counted in `run.skipped`."""
-    groups = []
+class SampleGroup(TypedDict):
+    """The responses of a validation or of a training step, as the page's script reads them."""
+
+    kind: str
+    step: int
+    score: float | None
+    num: int
+    """Responses that were recorded; `rows` are those that are shown."""
+    rows: list[SampleRow]
+
+
+class Samples(TypedDict):
+    """The responses that are shown, newest first: those of validations, then those of training
+    steps."""
+
+    groups: list[SampleGroup]
+    num_hidden: int
+    """Files that are not shown."""
+
+
+def samples_of(run: Run) -> Samples:
+    """The responses of some validations and of some training steps. Lines that cannot be read are
+    counted in `run.skipped`."""
+    groups: list[SampleGroup] = []
     num_hidden = 0
     for folder, (kind, score_of) in FOLDERS.items():
         numbered = _numbered_files(run.folder / folder)
@@ -54,22 +78,28 @@ def samples_of(run: Run) -> dict[str, Any]:
             name = f"{folder}/{numbered[step].name}"
             samples = list(run.read_lines(name, _Line.validate_json, _first_lines))
             if samples:
-                score = score_of(run.metrics.get(step, {}))
-                shown = _shown(samples, MAX_LETTERS // len(FOLDERS) // len(chosen))
+                most_letters = MAX_LETTERS // len(FOLDERS) // len(chosen)
                 groups.append(
-                    {"kind": kind, "step": step, "score": score, "num": len(samples), "rows": shown}
+                    {
+                        "kind": kind,
+                        "step": step,
+                        "score": score_of(run.metrics.get(step, {})),
+                        "num": len(samples),
+                        "rows": _shown(samples, most_letters),
+                    }
                 )
     return {"groups": groups, "num_hidden": num_hidden}
 
 
 def _numbered_files(folder: Path) -> dict[int, Path]:
     """The files `step_000012.jsonl` of a folder, by step."""
-    files = {path.stem.removeprefix("step_"): path for path in folder.glob("step_*.jsonl")}
-    return {
-        int(number): path
-        for number, path in files.items()
-        if number.isascii() and number.isdecimal()
-    }
+    files = {}
+    for path in folder.glob("step_*.jsonl"):
+        number = path.stem.removeprefix("step_")
+        # `int` reads digits of all scripts; only ours are the name of a step.
+        if number.isascii() and number.isdecimal():
+            files[int(number)] = path
+    return files
 
 
 def _spread(steps: Sequence[int], most: int) -> list[int]:
@@ -88,42 +118,51 @@ def _first_lines(path: Path) -> Iterator[bytes]:
             yield line
 
 
-def _shown(samples: Sequence[Mapping[str, Any]], most_letters: int) -> list[list[Any]]:
-    """The first responses, until they have so many letters."""
-    rows: list[list[Any]] = []
+def _shown(samples: Sequence[Mapping[str, object]], most_letters: int) -> list[SampleRow]:
+    """The first responses, which together have at most this many letters."""
+    rows: list[SampleRow] = []
     num_letters = 0
     for sample in samples[:MAX_RESPONSES]:
         question = _short(sample.get("question") or sample.get("prompt"))
         response = _short(sample.get("response"))
         truth = _short(sample.get("ground_truth"))
         source = _short(sample.get("data_source"))
-        others = {
-            _short(name): value
-            for name, value in sample.items()
-            if name not in NAMES and _is_number(value)
-        }
-        num_letters += (
-            len(question) + len(response) + len(truth) + len(source) + sum(map(len, others))
-        )
+        others = _other_numbers(sample)
+        for text in (question, response, truth, source, *others):
+            num_letters += len(text)
         if num_letters > most_letters:
             break
         score = sample.get("score")
-        rows.append(
-            [question, response, truth, score if _is_number(score) else None, source, others]
-        )
+        if not _is_number(score):
+            score = None
+        rows.append((question, response, truth, score, source, others))
     return rows
 
 
-def _is_number(value: Any) -> bool:
+def _other_numbers(sample: Mapping[str, object]) -> dict[str, float]:
+    """What the reward function returned besides the score."""
+    numbers = {}
+    for name, value in sample.items():
+        if name not in NAMES and _is_number(value):
+            numbers[_short(name)] = value
+    return numbers
+
+
+def _is_number(value: object) -> TypeGuard[float]:
     """Whether a page can show it as a number: neither NaN nor infinite, nor too large for a
     float."""
     return isinstance(value, int | float) and abs(value) < MAX_NUMBER
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """A value as text; a long text is cut, and says so."""
     if value is None:
         return ""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        text = value
+    else:
+        text = json.dumps(value, ensure_ascii=False)
     num_hidden = len(text) - MAX_TEXT
-    return text if num_hidden <= 0 else f"{text[:MAX_TEXT]} … ({num_hidden:,} more letters)"
+    if num_hidden <= 0:
+        return text
+    return f"{text[:MAX_TEXT]} … ({num_hidden:,} more letters)"

@@ -22,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TypedDict
 from urllib.parse import parse_qs
 
 from rolepool.errors import ConfigError, RolepoolError, encodable, one_line
@@ -92,9 +92,25 @@ TEMPLATES.globals.update(
 
 Signature = tuple[tuple[str, int, int], ...]
 """The names of the files of a run, when they were written, and their sizes."""
-Row = dict[str, Any]
-"""What the pages show of a run, by the names that the templates use."""
 Query = dict[str, list[str]]
+
+
+class ShownRun(TypedDict, total=False):
+    """What the pages show of a run, by the names that the templates use. A run folder that cannot
+    be read has only the fields up to `error`."""
+
+    name: str
+    state: str
+    started_s: float
+    error: str
+    run: Run
+    files: Signature
+    score: float | None
+    unit: str
+    start: str
+    duration_s: float
+    silent_s: float
+    step_s: float
 
 
 # Reading run folders
@@ -122,9 +138,11 @@ def sample_run(folder: Path, signature: Signature) -> Run:
     signature of its files changes."""
     run = read_run(folder, 0, sampled_lines)
     for step, row in run.metrics.items():
-        shown = {name: row[name] for name in SHOWN_METRICS if name in row}
-        scores = {name: value for name, value in row.items() if name.startswith(VALIDATIONS)}
-        run.metrics[step] = {**shown, **scores}
+        shown = {}
+        for name, value in row.items():
+            if name in SHOWN_METRICS or name.startswith(VALIDATIONS):
+                shown[name] = value
+        run.metrics[step] = shown
     run.spans = list(run.read_lines("spans.jsonl", read_span, outer_lines))
     return run
 
@@ -185,19 +203,21 @@ def recent_step_s(run: Run) -> float:
     return median(times_s[-RECENT_STEPS:])
 
 
-def describe(name: str, folder: Path) -> Row:
+def describe(name: str, folder: Path) -> ShownRun:
     """What the pages show of a run. If the run folder cannot be read, that is only its name and the
     error."""
     try:
         signature = signature_of(folder)
         run = sample_run(folder, signature)
         written_s = [time_ns / 1e9 for _, time_ns, _ in signature]
-        silent_s = max(0.0, time.time() - max(written_s))
+        first_written_s = min(written_s)
+        last_written_s = max(written_s)
+        silent_s = max(0.0, time.time() - last_written_s)
         step_s = recent_step_s(run)
         state = state_of(run, is_silent=silent_s > max(SILENT_S, 5 * step_s))
     except Exception as error:  # no run folder may break the list
-        return {"name": name, "state": "unreadable", "error": one_line(error), "started_s": 0.0}
-    began_s, ended_s = work_times(run.spans) or (min(written_s), max(written_s))
+        return {"name": name, "state": "unreadable", "started_s": 0.0, "error": one_line(error)}
+    began_s, ended_s = work_times(run.spans) or (first_written_s, last_written_s)
     if state == "running":
         ended_s = max(ended_s, time.time())
     return {

@@ -5,7 +5,6 @@ Owns which steps are averaged. The report page shows the averages, and `findings
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import chain, groupby
 from statistics import fmean
 from typing import NamedTuple
 
@@ -35,15 +34,21 @@ class Summary(NamedTuple):
 
 
 def by_step(spans: Sequence[Recorded]) -> SpansByStep:
-    in_order = sorted(spans, key=lambda recorded: recorded.step)
-    return {step: [*group] for step, group in groupby(in_order, key=lambda recorded: recorded.step)}
+    """The spans of each step, in the order of steps."""
+    grouped: dict[int, list[Recorded]] = defaultdict(list)
+    for recorded in spans:
+        grouped[recorded.step].append(recorded)
+    return dict(sorted(grouped.items()))
 
 
 def around(grouped: SpansByStep, first: int, last: int) -> Timeline:
     """The spans of these steps, and of the steps before and after, which may overlap or explain
     them."""
-    near = [spans for step, spans in grouped.items() if first - 1 <= step <= last + 1]
-    return Timeline(chain.from_iterable(near))
+    near: list[Recorded] = []
+    for step, spans in grouped.items():
+        if first - 1 <= step <= last + 1:
+            near += spans
+    return Timeline(near)
 
 
 def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -> Summary:
@@ -58,6 +63,7 @@ def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -
     for step in steps:
         spans = around(grouped, step, step)
         start_s, end_s = bounds[step]
+        # The union of two counters has the larger count of each pool.
         num_ranks |= Counter(pool for pool, _ in spans.of_rank)
 
         for (pool, _), lane in lanes(spans, start_s, end_s).items():

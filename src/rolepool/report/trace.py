@@ -38,27 +38,27 @@ def _events(timeline: Timeline) -> Iterator[Event]:
     threads = _number_threads(timeline)
     yield from _names(threads)
 
-    slices = [
-        Slice(
+    slices: list[Slice] = []
+    for step, operation, span in timeline:
+        piece = Slice(
             threads[span.pool, span.rank],
             start_us=_microseconds(span.start_s, timeline),
             end_us=_microseconds(span.end_s, timeline),
         )
-        for _, _, span in timeline
-    ]
-    for (step, operation, span), (thread, start_us, end_us) in zip(timeline, slices, strict=True):
+        slices.append(piece)
         yield {
             "ph": "X",
             "name": operation,
             "cat": span.role,
-            **thread,
-            "ts": start_us,
-            "dur": end_us - start_us,
+            **piece.thread,
+            "ts": piece.start_us,
+            "dur": piece.end_us - piece.start_us,
             "args": {"step": step, **span._asdict(), "parts": span.part_seconds},
         }
     for target in range(len(slices)):
         for source in timeline.inputs_of(target):
-            yield from _arrow(source * len(timeline) + target, slices[source], slices[target])
+            identity = source * len(timeline) + target  # one number for each pair
+            yield from _arrow(identity, slices[source], slices[target])
 
 
 def _microseconds(time_s: float, timeline: Timeline) -> int:
@@ -70,25 +70,27 @@ def _number_threads(timeline: Timeline) -> dict[Rank, Thread]:
     processes = {pool: number for number, pool in enumerate(pools, start=1)}
     # Perfetto treats a thread that has the number of its process as the main thread, so thread
     # numbers start higher.
-    return {
-        (pool, rank): {"pid": processes[pool], "tid": number}
-        for number, (pool, rank) in enumerate(timeline.of_rank, start=len(pools) + 1)
-    }
+    threads: dict[Rank, Thread] = {}
+    for number, (pool, rank) in enumerate(timeline.of_rank, start=len(pools) + 1):
+        threads[pool, rank] = {"pid": processes[pool], "tid": number}
+    return threads
 
 
 def _names(threads: Mapping[Rank, Thread]) -> Iterator[Event]:
     """The names of processes and threads, and their order on the screen."""
     processes = {pool: thread["pid"] for (pool, _), thread in threads.items()}
     for pool, number in sorted(processes.items()):
-        yield _metadata("process_name", {"pid": number}, name=pool)
-        yield _metadata("process_sort_index", {"pid": number}, sort_index=number)
+        yield from _name_and_place("process", {"pid": number}, name=pool, place=number)
     for (pool, rank), thread in threads.items():
-        yield _metadata("thread_name", thread, name=f"{pool} rank {rank}")
-        yield _metadata("thread_sort_index", thread, sort_index=rank)
+        yield from _name_and_place("thread", thread, name=f"{pool} rank {rank}", place=rank)
 
 
-def _metadata(kind: str, place: Mapping[str, int], **args: str | int) -> Event:
-    return {"ph": "M", "name": kind, **place, "args": args}
+def _name_and_place(
+    kind: str, numbers: Mapping[str, int], name: str, place: int
+) -> Iterator[Event]:
+    """The name of a process or a thread, and its place among the others on the screen."""
+    yield {"ph": "M", "name": f"{kind}_name", **numbers, "args": {"name": name}}
+    yield {"ph": "M", "name": f"{kind}_sort_index", **numbers, "args": {"sort_index": place}}
 
 
 def _arrow(identity: int, source: Slice, target: Slice) -> Iterator[Event]:
@@ -97,7 +99,9 @@ def _arrow(identity: int, source: Slice, target: Slice) -> Iterator[Event]:
     if source.start_us > arrives_us:
         return
     # A slice does not contain its end, so an arrow leaves in its last microsecond at the latest.
-    leaves_us = max(min(source.end_us - 1, arrives_us), source.start_us)
+    leaves_us = min(source.end_us - 1, arrives_us)
+    leaves_us = max(leaves_us, source.start_us)
     arrow = {"name": "data", "cat": "data", "id": identity}
     yield {"ph": "s", **arrow, **source.thread, "ts": leaves_us}
+    # "bp": "e" binds the arrow to the slice that encloses its end.
     yield {"ph": "f", "bp": "e", **arrow, **target.thread, "ts": arrives_us}

@@ -30,7 +30,9 @@ is shown."""
 
 OnStep = Callable[[int, dict[str, float]], object]
 """Called with the number of a step and its metrics."""
-OnValidation = Callable[[int, dict[str, float], list[dict[str, Any]]], object]
+Sample = dict[str, Any]
+"""A response with its texts and numbers, as `rolepool.trainer.samples` makes it."""
+OnValidation = Callable[[int, dict[str, float], list[Sample]], object]
 """Called with the number of the last step, the metrics of the validation, and all responses with
 their scores."""
 
@@ -39,10 +41,13 @@ def short_line(step: int, metrics: Mapping[str, float]) -> str:
     """`step 3/60  reward 0.512  KL 0.0012  length 4  0.31 s  8,214 tokens/s`"""
     parts = [f"step {step}/{metrics['training/num_steps']:.0f}"]
     for form, names in SHORT_LINE.items():
-        parts += [form.format(metrics[name]) for name in names if name in metrics][:1]
-    return "  ".join(
-        [*parts, f"{metrics['perf/total_num_tokens'] / metrics['timing_s/step']:,.0f} tokens/s"]
-    )
+        for name in names:
+            if name in metrics:
+                parts.append(form.format(metrics[name]))
+                break
+    tokens_per_s = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
+    parts.append(f"{tokens_per_s:,.0f} tokens/s")
+    return "  ".join(parts)
 
 
 class Observer:
@@ -58,10 +63,10 @@ class Observer:
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
         """A row of metrics was written."""
 
-    def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+    def on_samples(self, step: int, samples: list[Sample]) -> None:
         """A validation generated these responses and scored them."""
 
-    def on_training_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+    def on_training_samples(self, step: int, samples: list[Sample]) -> None:
         """Some responses of the last training step, if no validation follows it."""
 
 
@@ -81,23 +86,27 @@ class TrainingConsole(Observer):
         on_validation: OnValidation | None = None,
     ) -> None:
         self._console = Terminal(soft_wrap=True)
-        self._loggers, self._on_step, self._on_validation = loggers, on_step, on_validation
+        self._loggers = loggers
+        self._on_step = on_step
+        self._on_validation = on_validation
         self._phase: tuple[str, float] | None = None
-        description = TextColumn("{task.description}", markup=False)
-        columns = (
+        """The part of the start that runs now, and when it began."""
+        self.progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
-            description,
+            TextColumn("{task.description}", markup=False),
             TimeRemainingColumn(),
-        )
-        self.progress = Progress(
-            *columns, console=self._console, disable=not self._console.is_terminal
+            console=self._console,
+            disable=not self._console.is_terminal,
         )
         self._task = self.progress.add_task("starting", total=None)
         self.rewards: list[float] = []
-        self._samples: list[dict[str, Any]] = []
-        self._samples_title = ""
         self.validations: list[tuple[int, float]] = []
+        self._samples: list[Sample] = []
+        """The newest responses, which the summary shows."""
+        self._samples_title = ""
+        self._metrics: dict[str, float] = {}
+        """The newest row."""
 
     def progress_of(self, num_steps: int) -> Progress:
         """The progress bar, for a `with` block."""
@@ -105,13 +114,14 @@ class TrainingConsole(Observer):
         return self.progress
 
     def on_phase(self, what: str) -> None:
-        now_s, took = time.monotonic(), ""
+        now_s = time.monotonic()
+        line = f"{what} ..."
         if self._phase is not None:
             before, began_s = self._phase
-            took = f" ({before} took {now_s - began_s:.1f} s)"
-        self._phase = what, now_s
+            line += f" ({before} took {now_s - began_s:.1f} s)"
+        self._phase = (what, now_s)
         self.progress.update(self._task, description=what)
-        self.on_notice(f"{what} ...{took}")
+        self.on_notice(line)
 
     def on_notice(self, line: str) -> None:
         self._console.print(line)
@@ -131,18 +141,17 @@ class TrainingConsole(Observer):
         if score is not None and "verl" not in self._loggers:
             self._console.print(f"validation after step {step}: mean reward {score:.3f}")
         self._metrics = metrics
-        if (
-            self._on_step is not None and "timing_s/step" in metrics
-        ):  # not the row of a validation or of a checkpoint
+        # The row of a validation or of a checkpoint has no time of a step.
+        if self._on_step is not None and "timing_s/step" in metrics:
             self._on_step(step, metrics)
 
-    def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+    def on_samples(self, step: int, samples: list[Sample]) -> None:
         self._samples = samples[:NUM_SHOWN_SAMPLES]
         self._samples_title = f"validation after step {step}"
         if self._on_validation is not None:
             self._on_validation(step, self._metrics, samples)
 
-    def on_training_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+    def on_training_samples(self, step: int, samples: list[Sample]) -> None:
         self._samples = samples
         self._samples_title = f"responses of training step {step}"
 
@@ -152,25 +161,25 @@ class TrainingConsole(Observer):
         if self._samples:
             self._console.print(self._table_of_samples())
         if self.rewards:
-            self._console.print(
-                f"reward  {sparkline(self.rewards)}  {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}"
-            )
+            first_and_last = f"{self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}"
+            self._console.print(f"reward  {sparkline(self.rewards)}  {first_and_last}")
         if self.validations:
             self._console.print(validations_in_words(self.validations))
-        if num_restarts := len(event_lines(Path(run_folder), "restart")):
+        num_restarts = len(event_lines(run_folder, "restart"))
+        if num_restarts:
             self._console.print(
                 f"restarts: {num_restarts}; `rolepool report {run_folder}` lists them"
             )
         self._console.print(f"run folder: {run_folder}")
 
     def _table_of_samples(self) -> Table:
+        names = ("question", "response", "ground_truth", "score")
         table = Table(title=self._samples_title, title_justify="left")
-        for column in ("question", "response", "ground truth", "score"):
-            table.add_column(column, overflow="ellipsis", no_wrap=True, max_width=40)
+        for name in names:
+            title = name.replace("_", " ")
+            table.add_column(title, overflow="ellipsis", no_wrap=True, max_width=40)
         for row in self._samples:
-            table.add_row(
-                *(cell(row[key]) for key in ("question", "response", "ground_truth", "score"))
-            )
+            table.add_row(*[cell(row[name]) for name in names])
         return table
 
 
@@ -184,5 +193,5 @@ def cell(value: object) -> str:
 def validations_in_words(validations: Sequence[tuple[int, float]]) -> str:
     """`validation: 0.090 after step 0, 0.996 after step 60`: the first and the last validation of
     this run."""
-    ends = [validations[0], validations[-1]] if len(validations) > 1 else validations
-    return "validation: " + ", ".join(f"{score:.3f} after step {step}" for step, score in ends)
+    first, *others = [f"{score:.3f} after step {step}" for step, score in validations]
+    return ", ".join([f"validation: {first}", *others[-1:]])

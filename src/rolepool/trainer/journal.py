@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +22,7 @@ from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.sharding_times import SHARDING_FILE
 from rolepool.metrics.spans import Recorded, Span
 from rolepool.trainer.bad_steps import BadSteps
-from rolepool.trainer.console import NUM_SHOWN_SAMPLES, Observer
+from rolepool.trainer.console import NUM_SHOWN_SAMPLES, Observer, Sample
 from rolepool.trainer.paper import schedule_of
 from rolepool.trainer.pipeline import RunningStep
 from rolepool.trainer.rows import length_metrics, record, step_row
@@ -76,8 +76,9 @@ class Journal:
         if not adds_a_validation:
             aside = self.folder.begin(after_step)
             if aside is not None:
-                is_new = after_step is None
-                what = "an earlier run" if is_new else f"what came after step {after_step}"
+                what = "an earlier run"
+                if after_step is not None:
+                    what = f"what came after step {after_step}"
                 self.notice(f"{what} was moved to {aside}")
             self.add_plan(self.last_step + 1, deployment)
             if deployment.sharding.times:
@@ -115,8 +116,8 @@ class Journal:
         self._unfinished = step
 
     def _add_texts(self, step: RunningStep, num_steps: int) -> None:
-        """Write responses of a step while its updates run: all of them where a key asks for it,
-        and of some steps a few."""
+        """Write responses of a step while its updates run: all of them if a key asks for them, and
+        a few of them in some steps."""
         number = step.calls.number
         folder = self._config.trainer.rollout_data_dir
         if folder is not None:
@@ -127,7 +128,7 @@ class Journal:
             if number == num_steps and not self._validates_at_the_end:
                 self.observer.on_training_samples(number, few[:NUM_SHOWN_SAMPLES])
 
-    def _samples_of(self, step: RunningStep) -> Iterator[dict[str, Any]]:
+    def _samples_of(self, step: RunningStep) -> Iterator[Sample]:
         calls = step.calls
         return samples_of(step.prompts, calls.generation, calls.estimated.scored, self._tokenizer)
 
@@ -175,7 +176,7 @@ class Journal:
         self,
         number: int,
         metrics: dict[str, float],
-        samples: Sequence[dict[str, Any]],
+        samples: Sequence[Sample],
         spans: Sequence[Span],
     ) -> None:
         """The result of a validation after this step."""

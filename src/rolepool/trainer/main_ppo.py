@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 def train(arguments: list[str], program: str, split_file: str | None = None) -> int | None:
     """Train with the config's placement. Resumes from the newest checkpoint of the run folder if
     there is one."""
-    options = Parser(
-        program, train.__doc__, words="RECIPE, FILE or key=value"
-    ).parse_intermixed_args(arguments)
-    draft = read_words(
-        options, options.words if split_file is None else [split_file, *options.words]
-    )
+    parser = Parser(program, train.__doc__, words="RECIPE, FILE or key=value")
+    options = parser.parse(arguments)
+    words = list(options.words)
+    if split_file is not None:
+        words.insert(0, split_file)
+    draft = read_words(options, words)
 
     from rolepool.config.base import lines_of
     from rolepool.trainer.start_checks import checked
@@ -39,9 +39,8 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
     if split_file is not None:
         draft = draft.with_problems(lines_of(_in_two_pools(draft.loaded.config)))
     loaded = checked(draft)
-    if (
-        not arguments or sys.argv[-len(arguments) :] != arguments
-    ):  # a Python program called `main` with a list
+    is_own_program = bool(arguments) and sys.argv[-len(arguments) :] == arguments
+    if not is_own_program:  # a Python program called `main` with a list
         start(loaded)
         return None
 
@@ -85,7 +84,8 @@ def start(
     from rolepool.trainer.rebalancer import resolve
     from rolepool.trainer.start_checks import check_start
 
-    problems, notices = list[str](), list[str]()
+    problems: list[str] = []
+    notices: list[str] = []
     with collected(problems):
         loaded, notices = resolve(loaded)
     warnings = check_start(loaded, reward, *problems)
@@ -93,9 +93,8 @@ def start(
         from rolepool.data.demo import make_demo
 
         make_demo(DEMO_FOLDER)
-        warnings = check_start(
-            loaded, reward
-        )  # again, because now the demo's files can be checked too
+        # Again, because now the demo's files can be checked, too.
+        warnings = check_start(loaded, reward)
     print_errors([*loaded.notes(), *notices], label="note: ")
     print_errors([*loaded.warnings, *warnings], label="warning: ")
     console = TrainingConsole(loaded.config.trainer.logger, on_step, on_validation)
@@ -123,9 +122,8 @@ def main(
     argv: Sequence[str] | None = None, module: str = "main_ppo", split_file: str | None = None
 ) -> int:
     """Train and return the exit code."""
-    return run_program(
-        lambda arguments: train(arguments, f"python -m rolepool.trainer.{module}", split_file), argv
-    )
+    program = f"python -m rolepool.trainer.{module}"
+    return run_program(lambda arguments: train(arguments, program, split_file), argv)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rolepool.trainer.advantages import reward_numbers
 NUM_TRAINING_SAMPLES = 8
 """The number of responses of a training step whose texts are recorded."""
 MAX_RECORDED_STEPS = 20
-"""In about so many training steps some responses are recorded."""
+"""Some responses are recorded in about this many training steps."""
 
 
 class ScoredResponse(NamedTuple):
@@ -41,21 +41,22 @@ def samples_of(
     reward function. `rollouts` is the future of the generation; only its tokens are fetched."""
     columns = prompts.non_tensor_batch
     graded = scored_responses(columns["data_source"], scored)
-    for index, response in enumerate(rows_of_responses(rollouts.get(keys=TOKENS).batch)):
+    responses = rows_of_responses(rollouts.get(keys=TOKENS).batch)
+    for index, response in enumerate(responses):
         numbers = dict(graded[index].numbers)
+        reward_model = columns["reward_model"][index] or {}
         sample = {
             "prompt": tokenizer.decode(columns["raw_prompt_ids"][index], skip_special_tokens=True),
             "question": question_of(columns["raw_prompt"][index]),
             "response": tokenizer.decode(response, skip_special_tokens=True),
-            "ground_truth": (columns["reward_model"][index] or {}).get("ground_truth"),
+            "ground_truth": reward_model.get("ground_truth"),
             "score": numbers.pop("reward"),
             "data_source": columns["data_source"][index],
         }
-        yield {
-            **sample,
-            **numbers,
-            **sample,
-        }  # a number with the name of a column does not replace it
+        for name, number in numbers.items():
+            # A number with the name of a column does not replace it.
+            sample.setdefault(name, number)
+        yield sample
 
 
 def question_of(prompt: Any) -> str:
@@ -63,26 +64,34 @@ def question_of(prompt: Any) -> str:
     a prompt that is a plain string."""
     if isinstance(prompt, str):
         return prompt
-    asked = [message for message in prompt if message.get("role") == "user"] or list(prompt)
-    content = asked[-1].get("content") if asked else ""
+    of_user = [message for message in prompt if message.get("role") == "user"]
+    messages = of_user or list(prompt)
+    if not messages:
+        return ""
+    content = messages[-1].get("content")
     if isinstance(content, str):
         return content
-    pieces = [piece.get("text") for piece in content or () if isinstance(piece, Mapping)]
-    return " ".join(piece for piece in pieces if isinstance(piece, str))
+    # The content may have several pieces, such as images. Only texts are shown.
+    texts: list[str] = []
+    for piece in content or ():
+        if isinstance(piece, Mapping) and isinstance(piece.get("text"), str):
+            texts.append(piece["text"])
+    return " ".join(texts)
 
 
 def scored_responses(data_sources: Iterable[str], scored: DataProto) -> list[ScoredResponse]:
-    scores = scored.batch["scores"].tolist()
+    """The responses in the order of their rows. NaN stands for a number that the reward function
+    did not return for a response."""
+    scores: list[float] = scored.batch["scores"].tolist()
     preds = scored.non_tensor_batch.get(PRED, [None] * len(scores))
-    others = {name.removeprefix("reward/"): array for name, array in reward_numbers(scored).items()}
-    found = []
-    for index, (data_source, score, pred) in enumerate(
-        zip(data_sources, scores, preds, strict=True)
-    ):
-        numbers = {
-            name: float(array[index])
-            for name, array in others.items()
-            if not np.isnan(array[index])
-        }
-        found.append(ScoredResponse(data_source, {**numbers, "reward": score}, pred))
-    return found
+    all_numbers: list[dict[str, float]] = [{} for _ in scores]
+    for name, array in reward_numbers(scored).items():
+        for numbers, number in zip(all_numbers, array, strict=True):
+            if not np.isnan(number):
+                numbers[name.removeprefix("reward/")] = float(number)
+    responses: list[ScoredResponse] = []
+    rows = zip(data_sources, all_numbers, scores, preds, strict=True)
+    for data_source, numbers, score, pred in rows:
+        numbers["reward"] = score
+        responses.append(ScoredResponse(data_source, numbers, pred))
+    return responses

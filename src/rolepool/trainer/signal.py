@@ -8,13 +8,13 @@ processes start as those of a training run do, in a temporary run folder, and no
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.table import Table
+from torch import Tensor
 
 from rolepool.config import LoadedConfig
 from rolepool.protocol import DataProto
@@ -27,7 +27,10 @@ from rolepool.trainer.samples import question_of
 
 DEFAULT_SAMPLES = 8
 """Responses to each prompt if rollout.n is 1, because one response has nothing to differ from."""
-FEW_MIXED, MANY_TRUNCATED, TOO_EASY, MANY_NEARLY_EQUAL = 0.2, 0.1, 0.9, 0.1
+FEW_MIXED = 0.2
+MANY_TRUNCATED = 0.1
+TOO_EASY = 0.9
+MANY_NEARLY_EQUAL = 0.1
 """Shares from which something is said about them."""
 SMALL_DIFFERENCE = 0.05
 """Scores that differ by no more than this are called nearly equal, as 0 and the 0.01 that some
@@ -55,7 +58,7 @@ class Source:
     @property
     def best(self) -> float:
         """The mean of the best score of each prompt, which is pass@n if scores are 0 or 1."""
-        return float(np.mean([max(scores) for scores in self.groups]))
+        return float(np.mean(np.max(self.groups, axis=1)))
 
     @property
     def mixed(self) -> float:
@@ -68,8 +71,8 @@ class Source:
         return self._share_of_differences(0.0, SMALL_DIFFERENCE)
 
     def _share_of_differences(self, more_than: float, at_most: float) -> float:
-        differences = [max(scores) - min(scores) for scores in self.groups]
-        return float(np.mean([more_than < difference <= at_most for difference in differences]))
+        differences = np.ptp(self.groups, axis=1)
+        return float(np.mean((differences > more_than) & (differences <= at_most)))
 
     @property
     def truncated(self) -> float:
@@ -93,9 +96,15 @@ class Signal:
         for name in names:
             table.add_column(name, justify="right")
         for name, source in self.sources.items():
-            shares = (f"{share:.0%}" for share in (source.mixed, source.truncated))
-            numbers = (str(len(source.groups)), f"{source.mean:.3f}", f"{source.best:.3f}", *shares)
-            table.add_row(name, *numbers, f"{np.mean(source.lengths):.0f}")
+            table.add_row(
+                name,
+                str(len(source.groups)),
+                f"{source.mean:.3f}",
+                f"{source.best:.3f}",
+                f"{source.mixed:.0%}",
+                f"{source.truncated:.0%}",
+                f"{np.mean(source.lengths):.0f}",
+            )
         return table
 
     def advice(self) -> list[str]:
@@ -103,34 +112,33 @@ class Signal:
         lines: list[str] = []
         for name, source in self.sources.items():
             lines += [f"{name}: {line}" for line in self._advice_for(source)]
-            if self.divides_by_std and source.nearly_equal > MANY_NEARLY_EQUAL:
-                lines.append(
-                    f"{name}: in {source.nearly_equal:.0%} of the prompts scores differ by {SMALL_DIFFERENCE} or less, "
-                    "and dividing by their standard deviation makes that as strong as a right answer; set "
-                    "algorithm.norm_adv_by_std_in_grpo=false, or use a reward without such differences"
-                )
         return lines
 
-    def _advice_for(self, source: Source) -> Iterable[str]:
+    def _advice_for(self, source: Source) -> Iterator[str]:
         if source.truncated > MANY_TRUNCATED:
-            share = f"{source.truncated:.0%} of the responses reach data.max_response_length={self.max_response_length}"
-            yield f"{share}; if answers are cut off, raise it, and look at the stop tokens that `rolepool plan` shows"
+            limit = f"data.max_response_length={self.max_response_length}"
+            share = f"{source.truncated:.0%} of the responses reach {limit}"
+            fix = "raise it, and look at the stop tokens that `rolepool plan` shows"
+            yield f"{share}; if answers are cut off, {fix}"
         if not source.mixed and source.best <= SMALL_DIFFERENCE:
             question, response, truth = source.example
+            example = f"{question!r}, answered {response!r}, with the ground truth {truth!r}"
             fix = "use easier prompts, another model, or a reward that finds the answer in the response"
-            example = (
-                f"such as {question!r}, answered {response!r}, with the ground truth {truth!r}"
-            )
-            yield f"no signal: no response has a score, {example}; {fix}"
+            yield f"no signal: no response has a score, such as {example}; {fix}"
         elif not source.mixed:
             yield "no signal: all responses to a prompt have the same score; use harder prompts, or a finer reward"
         elif source.mean >= TOO_EASY:
             yield "the policy can do this already; use harder prompts"
         elif source.mixed < FEW_MIXED:
-            yield (
-                f"only {source.mixed:.0%} of the prompts have responses with different scores, and only those teach; "
-                "use prompts that are neither too easy nor too hard, or a larger actor_rollout_ref.rollout.n"
-            )
+            share = f"only {source.mixed:.0%} of the prompts have responses with different scores"
+            fix = "use prompts that are neither too easy nor too hard, or a larger actor_rollout_ref.rollout.n"
+            yield f"{share}, and only those teach; {fix}"
+        if self.divides_by_std and source.nearly_equal > MANY_NEARLY_EQUAL:
+            share = f"in {source.nearly_equal:.0%} of the prompts"
+            what = f"{share} scores differ by {SMALL_DIFFERENCE} or less"
+            effect = "dividing by their standard deviation makes that as strong as a right answer"
+            fix = "set algorithm.norm_adv_by_std_in_grpo=false, or use a reward without such differences"
+            yield f"{what}, and {effect}; {fix}"
 
 
 class _Measurement(Trainer):
@@ -147,8 +155,10 @@ class _Measurement(Trainer):
         rollout = self.parts.config.actor_rollout_ref.rollout
         num_samples = rollout.n if rollout.n > 1 else DEFAULT_SAMPLES
         limit = self.parts.config.data.max_response_length
-        found: dict[str, Source] = defaultdict(Source)
-        num_tokens, seconds, num_left = 0, 0.0, self._num_prompts
+        sources: dict[str, Source] = defaultdict(Source)
+        num_tokens = 0
+        seconds = 0.0
+        num_left = self._num_prompts
         while num_left > 0:
             prompts = self.parts.loader.next_batch()[:num_left]
             num_left -= len(prompts)
@@ -158,37 +168,36 @@ class _Measurement(Trainer):
             responses = list(rows_of_responses(rollouts.get(keys=TOKENS).batch))
             seconds += time.monotonic() - start_s
             num_tokens += sum(map(len, responses))
-            scores = (
-                self.deployment.roles.reward.compute_scores(rollouts.union(rows))
-                .get()
-                .batch["scores"]
-                .tolist()
-            )
-            self._add(found, rows, responses, scores, num_samples, limit)
-        sources = dict(sorted(found.items()))
+            scored = self.deployment.roles.reward.compute_scores(rollouts.union(rows)).get()
+            scores: list[float] = scored.batch["scores"].tolist()
+            self._add(sources, rows, responses, scores, num_samples)
         algorithm = self.parts.config.algorithm
-        divides = algorithm.adv_estimator == "grpo" and algorithm.norm_adv_by_std_in_grpo
-        self.signal = Signal(sources, num_samples, limit, num_tokens / seconds, divides)
+        is_grpo = algorithm.adv_estimator == "grpo"
+        self.signal = Signal(
+            dict(sorted(sources.items())),
+            num_samples=num_samples,
+            max_response_length=limit,
+            tokens_per_s=num_tokens / seconds,
+            divides_by_std=is_grpo and algorithm.norm_adv_by_std_in_grpo,
+        )
 
     def _add(
         self,
-        found: dict[str, Source],
+        sources: dict[str, Source],
         rows: DataProto,
-        responses: Sequence[Any],
+        responses: Sequence[Tensor],
         scores: Sequence[float],
         num_samples: int,
-        limit: int,
     ) -> None:
+        """Add the responses to some prompts. Those to one prompt are next to each other."""
         columns = rows.non_tensor_batch
         for first in range(0, len(responses), num_samples):
-            source = found[str(columns["data_source"][first])]
-            group = range(first, first + num_samples)
-            source.groups.append([scores[index] for index in group])
-            lengths = [len(responses[index]) for index in group]
-            source.lengths += lengths
-            source.num_truncated += sum(
-                self._is_truncated(responses[index], limit) for index in group
-            )
+            source = sources[str(columns["data_source"][first])]
+            group = slice(first, first + num_samples)
+            source.groups.append(scores[group])
+            for response in responses[group]:
+                source.lengths.append(len(response))
+                source.num_truncated += self._is_truncated(response)
             if len(source.groups) == 1:
                 truth = (columns["reward_model"][first] or {}).get("ground_truth")
                 text = self.parts.tokenizer.decode(responses[first], skip_special_tokens=True)
@@ -198,8 +207,9 @@ class _Measurement(Trainer):
                     _short(truth),
                 )
 
-    def _is_truncated(self, response: Any, limit: int) -> bool:
+    def _is_truncated(self, response: Tensor) -> bool:
         """Whether a response was cut at the limit, and did not just end there."""
+        limit = self.parts.config.data.max_response_length
         return len(response) >= limit and int(response[-1]) not in self._stops
 
 
@@ -220,8 +230,7 @@ def measure_signal(
     loaded: LoadedConfig, num_prompts: int, say: Callable[[str], object] = lambda line: None
 ) -> Signal:
     """Generate and score responses to some training prompts with the config's model, engine and
-    reward. `say` gets a line for each part of it, and those with which a training
-    run says what it waits for."""
+    reward. `say` gets a line for each part of it, and for each thing that it waits for."""
     with tempfile.TemporaryDirectory(prefix="rolepool-signal-") as folder:
         config = loaded.config
         changes = {
@@ -243,5 +252,8 @@ def measure_signal(
 
 
 def _short(value: object) -> str:
+    """A value as one line, which is cut if it is long."""
     text = " ".join(str(value).split())
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}..."
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    return f"{text[:MAX_CHARACTERS]}..."

@@ -48,7 +48,8 @@ def supervise(keys: TrainerConfig) -> int | Death | None:
     folder = Path(keys.default_local_dir).expanduser()
     plan_before = _plan_time(folder)
     death: Death | None = None
-    furthest_step = num_restarts = 0
+    furthest_step = 0
+    num_restarts = 0
     while driver := _start_driver():
         code, asked = wait_for(driver)
         if code >= 0 and code not in (EXIT_RAY_DIED, 1):
@@ -57,20 +58,32 @@ def supervise(keys: TrainerConfig) -> int | Death | None:
         Console().show_cursor()  # a progress bar hides it
         if asked or -code in ON_PURPOSE:
             return 128 + (asked or -code)
-        what = f"driver, killed by signal {-code}" if code < 0 else "Ray (raylet or GCS server)"
-        has_begun = (
-            _plan_time(folder) != plan_before
-        )  # otherwise, what is in the folder is of an earlier run
-        has_checkpoint = has_begun and any(folder.glob("checkpoints/step_*/trainer.json"))
-        death = Death(what, time.time(), last_step(folder) if has_begun else 0, has_checkpoint)
+        has_begun = _plan_time(folder) != plan_before
+        death = _death_of(code, folder, has_begun=has_begun)
         # A repeated step is not progress: otherwise, a run that dies in the same step each time
         # would never end.
-        num_restarts = 1 if death.step > furthest_step else num_restarts + 1
-        furthest_step = max(furthest_step, death.step)
+        if death.step > furthest_step:
+            furthest_step = death.step
+            num_restarts = 0
+        num_restarts += 1
         _announce(death, num_restarts, keys.max_restarts)
         if num_restarts > keys.max_restarts:
             return EXIT_USER_ERROR if code > 0 else 128 - code
     return death
+
+
+def _death_of(code: int, folder: Path, *, has_begun: bool) -> Death:
+    """The death of a driver that ended with this code. If its run had not begun, what is in the
+    folder belongs to an earlier run."""
+    what = "Ray (raylet or GCS server)"
+    if code < 0:
+        what = f"driver, killed by signal {-code}"
+    step = 0
+    has_checkpoint = False
+    if has_begun:
+        step = last_step(folder)
+        has_checkpoint = any(folder.glob("checkpoints/step_*/trainer.json"))
+    return Death(what, time.time(), step, has_checkpoint)
 
 
 def _start_driver() -> int:
@@ -82,9 +95,9 @@ def _start_driver() -> int:
     if driver == 0:
         os.setsid()
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(
-                PR_SET_PDEATHSIG, signal.SIGKILL
-            )  # the driver ends with its supervisor
+            # The driver ends with its supervisor.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # The supervisor ended before that call.
         if os.getppid() != supervisor:
             os._exit(EXIT_USER_ERROR)
     return driver
@@ -101,10 +114,11 @@ def wait_for(process: int) -> tuple[int, int]:
         with suppress(ProcessLookupError):
             os.kill(process, number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before_interrupt = signal.signal(signal.SIGINT, pass_on)
+    before_terminate = signal.signal(signal.SIGTERM, pass_on)
     _, status = os.waitpid(process, 0)
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    signal.signal(signal.SIGINT, before_interrupt)
+    signal.signal(signal.SIGTERM, before_terminate)
     return os.waitstatus_to_exitcode(status), asked
 
 
@@ -124,15 +138,13 @@ def _kill_session(session: int) -> None:
 
 def _announce(death: Death, number: int, most: int) -> None:
     """Print what happens now."""
-    when = f"{death.what}, " + (
-        f"after step {death.step}" if death.step else "before the first step ended"
-    )
-    where = (
-        "from the newest checkpoint"
-        if death.has_checkpoint
-        else "from where the run began: no checkpoint yet"
-    )
+    when = "before the first step ended"
+    if death.step:
+        when = f"after step {death.step}"
+    where = "from where the run began: no checkpoint yet"
+    if death.has_checkpoint:
+        where = "from the newest checkpoint"
     then = f"restarting {where} ({number} of {most} without a new step)"
     if number > most:
         then = f"not restarted any more (trainer.max_restarts={most}); fix the cause, and run the same command again"
-    print_errors([f"{when}; {then}"], label="")
+    print_errors([f"{death.what}, {when}; {then}"], label="")

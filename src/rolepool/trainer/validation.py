@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,25 +27,26 @@ def validate(
     of them if they are written to a file), and the spans."""
     start_s = time.monotonic()
     num_samples = config.actor_rollout_ref.rollout.val_kwargs.n
-    all_graded: list[ScoredResponse] = []
+    if config.trainer.validation_data_dir is not None:
+        most_samples = len(prompts) * num_samples
+    else:
+        most_samples = max(NUM_SAMPLES, config.trainer.log_val_generations)
+    responses: list[ScoredResponse] = []
     samples: list[dict[str, Any]] = []
     spans: list[Span] = []
-    writes_all, num_logged = (
-        config.trainer.validation_data_dir is not None,
-        config.trainer.log_val_generations,
-    )
-    most_samples = len(prompts) * num_samples if writes_all else max(NUM_SAMPLES, num_logged)
     for batch in validation_batches(prompts, config.data.val_batch_size):
         rows = repeated(batch, num_samples)
         rollouts = roles.rollout.generate_sequences(rows, purpose="validate")
         scored = roles.reward.compute_scores(rollouts.union(rows))
-        all_graded.extend(scored_responses(rows.non_tensor_batch["data_source"], scored.get()))
-        samples.extend(
-            islice(samples_of(rows, rollouts, scored.get(), tokenizer), most_samples - len(samples))
-        )
-        spans.extend((*rollouts.spans(), *scored.spans()))
-    metrics = validation_metrics(all_graded, num_samples)
-    return {**metrics, "timing_s/testing": time.monotonic() - start_s}, samples, spans
+        responses += scored_responses(rows.non_tensor_batch["data_source"], scored.get())
+        # Texts take time to decode, so only as many are made as are used.
+        samples_of_batch = samples_of(rows, rollouts, scored.get(), tokenizer)
+        samples += islice(samples_of_batch, most_samples - len(samples))
+        spans += rollouts.spans()
+        spans += scored.spans()
+    metrics = validation_metrics(responses, num_samples)
+    metrics["timing_s/testing"] = time.monotonic() - start_s
+    return metrics, samples, spans
 
 
 # Metrics of a validation with N scored responses to each prompt, under verl's names and by its
@@ -66,10 +67,20 @@ def validate(
 NUM_DRAWS = 1000
 SEED = 42
 
-Array = npt.NDArray[Any]
-Draws = tuple[int, Array, Array | None]
-"""How many responses n are drawn, their positions, [draws, n], and for each prompt the position of
-the response that wins the vote of each draw, [prompts, draws], if there are answers to vote for."""
+Values = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int64]
+
+
+class Draws(NamedTuple):
+    """Draws of n of the responses to a prompt; the same places are drawn for all prompts."""
+
+    size: int
+    """How many responses n are drawn."""
+    drawn: Places
+    """The places of the responses, [draws, n]."""
+    winners: Places | None
+    """For each prompt the place of the response that wins the vote of each draw, [prompts, draws];
+    None if there are no answers to vote for."""
 
 
 def validation_metrics(responses: Sequence[ScoredResponse], num_samples: int) -> dict[str, float]:
@@ -77,68 +88,95 @@ def validation_metrics(responses: Sequence[ScoredResponse], num_samples: int) ->
 
     Prompts with a response that does not have a variable are skipped for this variable.
     """
+    rows_of_source: dict[str, list[ScoredResponse]] = {}
+    for response in responses:
+        rows_of_source.setdefault(response.data_source, []).append(response)
     metrics: dict[str, float] = {}
-    for source in dict.fromkeys(response.data_source for response in responses):
-        rows = [response for response in responses if response.data_source == source]
+    for source, rows in rows_of_source.items():
         draws = list(_draws(rows, num_samples))
-        names = list(dict.fromkeys(name for row in rows for name in row.numbers))
-        core = "acc" if "acc" in names else "reward"
+        names: dict[str, None] = {}
+        for row in rows:
+            names.update(dict.fromkeys(row.numbers))
+        core_name = "acc" if "acc" in names else "reward"
         for name in names:
-            values = np.array([row.numbers.get(name, np.nan) for row in rows]).reshape(
-                -1, num_samples
-            )
-            is_complete = ~np.isnan(values).any(axis=1)
-            if not is_complete.any():
-                continue
-            for statistic, value in _statistics(values, is_complete, draws):
-                kind, size = statistic.split("/")[0].split("@")
-                is_core = (
-                    name == core and kind in ("mean", "best", "maj") and int(size) == num_samples
-                )
-                metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{name}/{statistic}"] = (
-                    value
-                )
+            for statistic, value in _statistics(rows, name, num_samples, draws):
+                is_core = name == core_name and _is_core(statistic, num_samples)
+                group = "val-core" if is_core else "val-aux"
+                metrics[f"{group}/{source}/{name}/{statistic}"] = value
     return metrics
+
+
+def _is_core(statistic: str, num_samples: int) -> bool:
+    """Whether a statistic such as `best@4/mean` is one of all responses, and not the worst of them
+    nor the deviation between them."""
+    kind, _, size = statistic.partition("/")[0].partition("@")
+    return kind in ("mean", "best", "maj") and int(size) == num_samples
 
 
 def _draws(rows: Sequence[ScoredResponse], num_samples: int) -> Iterator[Draws]:
     """The draws for n = 2, 4, 8, ... and N."""
-    numbers = {pred: number for number, pred in enumerate(dict.fromkeys(row.pred for row in rows))}
-    answers = np.array([numbers[row.pred] for row in rows]).reshape(-1, num_samples)
     has_answers = any(row.pred is not None for row in rows)
-    smaller = [2**power for power in range(1, num_samples.bit_length()) if 2**power < num_samples]
-    for n in [*smaller, num_samples] if num_samples > 1 else []:
-        drawn = np.random.RandomState(SEED).choice(
-            num_samples, size=(NUM_DRAWS, n)
-        )  # the numbers that verl draws
-        winners = (
-            [_winners(of_prompt[drawn], drawn) for of_prompt in answers] if has_answers else None
-        )
-        yield n, drawn, None if winners is None else np.stack(winners)
+    # Equal answers have equal numbers.
+    numbers: dict[str | None, int] = {}
+    for row in rows:
+        numbers.setdefault(row.pred, len(numbers))
+    answers = np.array([numbers[row.pred] for row in rows]).reshape(-1, num_samples)
+    for size in _sizes_of_draws(num_samples):
+        # The same generator as verl, so that the numbers are those of verl.
+        generator = np.random.RandomState(SEED)
+        drawn = generator.choice(num_samples, size=(NUM_DRAWS, size))
+        winners: Places | None = None
+        if has_answers:
+            winners = np.stack([_winners(of_prompt[drawn], drawn) for of_prompt in answers])
+        yield Draws(size, drawn, winners)
 
 
-def _winners(answers: Array, drawn: Array) -> Array:
-    """The first drawn position of the most frequent answer in each draw; of several, of the answer
-    drawn first."""
+def _sizes_of_draws(num_samples: int) -> list[int]:
+    """2, 4, 8, ... below the number of responses, and this number; nothing is drawn from one."""
+    if num_samples == 1:
+        return []
+    sizes = []
+    size = 2
+    while size < num_samples:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, num_samples]
+
+
+def _winners(answers: Places, drawn: Places) -> Places:
+    """The first drawn place of the most frequent answer in each draw. If several answers are the
+    most frequent, the one that was drawn first wins."""
+    # For each drawn response, how many of its draw have the same answer; argmax is the first place.
     counts = (answers[:, :, None] == answers[:, None, :]).sum(axis=2)
-    return np.take_along_axis(drawn, counts.argmax(axis=1)[:, None], axis=1)[:, 0]
+    first_places = counts.argmax(axis=1)
+    winners: Places = np.take_along_axis(drawn, first_places[:, None], axis=1)[:, 0]
+    return winners
 
 
 def _statistics(
-    values: Array, is_complete: Array, draws: Sequence[Draws]
+    rows: Sequence[ScoredResponse], name: str, num_samples: int, draws: Sequence[Draws]
 ) -> Iterator[tuple[str, float]]:
-    """The statistics of a variable, [prompts, N], over its complete prompts."""
-    num_samples, kept = values.shape[1], values[is_complete]
+    """The statistics of a variable over the prompts whose responses all have it."""
+    # [prompts, N]
+    values = np.array([row.numbers.get(name, np.nan) for row in rows]).reshape(-1, num_samples)
+    is_complete = ~np.isnan(values).any(axis=1)
+    if not is_complete.any():
+        return
+    kept: Values = values[is_complete]
     yield f"mean@{num_samples}", float(kept.mean())
     if num_samples > 1:
         yield f"std@{num_samples}", float(kept.std(axis=1).mean())
-    for n, drawn, winners in draws:
-        found = {
-            "best": np.stack([of_prompt[drawn].max(axis=1) for of_prompt in kept]),
-            "worst": np.stack([of_prompt[drawn].min(axis=1) for of_prompt in kept]),
-        }
+    for size, drawn, winners in draws:
+        # The value of each draw, [prompts, draws].
+        best = np.stack([of_prompt[drawn].max(axis=1) for of_prompt in kept])
+        yield from _mean_and_std(f"best@{size}", best)
+        worst = np.stack([of_prompt[drawn].min(axis=1) for of_prompt in kept])
+        yield from _mean_and_std(f"worst@{size}", worst)
         if winners is not None:
-            found["maj"] = np.take_along_axis(kept, winners[is_complete], axis=1)
-        for kind, of_draws in found.items():  # [prompts, draws]
-            yield f"{kind}@{n}/mean", float(of_draws.mean())
-            yield f"{kind}@{n}/std", float(of_draws.std(axis=1).mean())
+            voted = np.take_along_axis(kept, winners[is_complete], axis=1)
+            yield from _mean_and_std(f"maj@{size}", voted)
+
+
+def _mean_and_std(name: str, of_draws: Values) -> Iterator[tuple[str, float]]:
+    yield f"{name}/mean", float(of_draws.mean())
+    yield f"{name}/std", float(of_draws.std(axis=1).mean())
