@@ -312,11 +312,16 @@ _fetched: list[int] = []
 """Sizes of the objects that this process asked Ray for."""
 
 
+def favourite_key(role: type[Shelf], favourite: str = "a") -> list[str]:
+    return [favourite]
+
+
 class Shelf(Worker):
     """Makes large columns, reads some of them, writes over what it is given, and counts what it
-    fetches."""
+    fetches. `favourite` is the only key that one of its methods reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, favourite: str = "a") -> None:
+        self.favourite = favourite
         self.made: DataProto | None = None
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
@@ -350,6 +355,10 @@ class Shelf(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def read_all(self, data: DataProto) -> dict[str, Any]:
         return described(data)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, reads=favourite_key)
+    def read_favourite(self, data: DataProto) -> list[str]:
+        return sorted(data.columns())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, reads=["a"])
     def read_a_of_all_rows(self, data: DataProto) -> dict[str, Any]:

@@ -169,6 +169,16 @@ def test_consumers_fetch_only_the_keys_that_their_method_reads(
     assert one.fetched_sizes() == [[]], "these travel in headers"
 
 
+def test_what_a_method_reads_may_depend_on_the_arguments_of_its_role(
+    cluster: Cluster, one: RoleProxy
+) -> None:
+    batch = one.make(ids(4), 2).get()
+    for key in ("b", "c"):
+        role = cluster.groups["one"].add_role(f"fond_of_{key}", Shelf, favourite=key)
+        assert role.read_favourite(batch) == [[key]]
+    assert one.read_favourite(batch) == [["a"]]
+
+
 @pytest.mark.parametrize("is_future", [False, True])
 def test_a_batch_may_be_joined_with_one_that_has_no_key_that_is_read(
     one: RoleProxy, two: RoleProxy, three: RoleProxy, is_future: bool

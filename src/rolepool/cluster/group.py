@@ -25,7 +25,7 @@ from rolepool.cluster.proxy import RoleProxy
 from rolepool.errors import ConfigError, WorkerError
 from rolepool.placement.parallel import ParallelDims
 from rolepool.protocol.futures import CallFuture
-from rolepool.protocol.worker import Worker
+from rolepool.protocol.worker import Worker, keys_read_by
 
 GRACE_S = 3.0
 """The time in which the other ranks of a failed call must end too. Otherwise they hang, and the
@@ -78,6 +78,7 @@ class WorkerGroup:
                 f"dp * sp * tp must be {self.world_size}"
             )
         self.raise_if_broken()
+        keys_read = keys_read_by(worker_class, args, kwargs)
         construction = PendingCall(self, role, "__init__")
         for process in self.processes:
             answer = process.actor.add_role.remote(
@@ -85,7 +86,7 @@ class WorkerGroup:
             )
             construction.all_objects.append((answer, None))
         ready = CallFuture([construction], lambda results: None)
-        proxy = RoleProxy(self, role, worker_class, dims, ready)
+        proxy = RoleProxy(self, role, worker_class, dims, ready, keys_read)
         if blocking:
             ready.get()
         self.roles[role] = proxy

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from rolepool.cluster.launch import Process
 from rolepool.cluster.pending import PendingCall
 from rolepool.errors import DataError
 from rolepool.placement.parallel import ParallelDims
-from rolepool.protocol.futures import CallFuture, DataProtoFuture, collect_first
+from rolepool.protocol.futures import CallFuture, DataProtoFuture, Keys, collect_first
 from rolepool.protocol.worker import Dispatch, Execute, MethodSpec, Worker, registered_methods
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class RoleProxy:
     dims: ParallelDims
     ready: CallFuture
     """Ends when every process has constructed the role."""
+    keys_read: Mapping[str, Keys]
+    """The keys of batches that each method reads."""
     blocking: bool | None = None
     """The default of calls through this proxy; None means what each method was registered with."""
 
@@ -103,7 +105,9 @@ class RoleProxy:
         num_parts = self._num_parts(call, spec, len(processes))
         stride = self.dims.ranks_per_part if spec.dispatch in calls.PER_DP_GROUP else 1
         pending = PendingCall(self.group, self.role_name, method, call.number, stride, sources)
-        _send(call, spec, num_parts, processes, pending)
+        reads = self.keys_read[method]
+        in_lists = spec.dispatch in LISTS
+        _send(call, reads, num_parts, processes, pending, in_lists=in_lists)
         if spec.dispatch is Dispatch.DP_COMPUTE_PROTO:
             return DataProtoFuture([pending])
         collect: Callable[[list[Value]], Value] = collect_first if only_zero else list
@@ -144,17 +148,18 @@ def _check_lists(call: calls.Call, spec: MethodSpec, num_parts: int) -> None:
 
 def _send(
     call: calls.Call,
-    spec: MethodSpec,
+    reads: Keys,
     num_parts: int,
     processes: Sequence[Process],
     pending: PendingCall,
+    *,
+    in_lists: bool,
 ) -> None:
     """Send each process its message. A part is packed after the ranks of the part before have got
     theirs, because they can already compute."""
-    in_lists = spec.dispatch in LISTS
     ranks_per_part = len(processes) // num_parts
     for part in range(num_parts):
-        packed, objects = calls.pack_call(call, spec.reads, num_parts, part, in_lists=in_lists)
+        packed, objects = calls.pack_call(call, reads, num_parts, part, in_lists=in_lists)
         references = _references(objects)
         start = part * ranks_per_part
         for process in processes[start : start + ranks_per_part]:

@@ -17,7 +17,7 @@ import hashlib
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -324,5 +324,7 @@ def batch_of(prompts: PromptSet, rows: Sequence[int], pass_name: str) -> DataPro
     `index` is the prompt's number, and `origin` its place in the files.
     """
     uids = [f"{pass_name}-row{row}" for row in rows]
-    columns = {**prompts.take(rows), "uid": uids, "index": np.array(rows, dtype=np.int64)}
+    columns: dict[str, Iterable[object]] = dict(prompts.take(rows))
+    columns["uid"] = uids
+    columns["index"] = np.array(rows, dtype=np.int64)
     return DataProto.from_dict(non_tensors=columns)

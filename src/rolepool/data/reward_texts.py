@@ -11,16 +11,12 @@ from rolepool.config import Config
 from rolepool.data.prompts import PromptSet
 from rolepool.data.tokenizer import render_chat, tokenize, tokenizer_at
 from rolepool.errors import ConfigError
-from rolepool.protocol import DataProto
-from rolepool.protocol.columns import INPUT_IDS, TOKENS, rows_of_responses
+from rolepool.protocol.batches import ScoredChats
 
 
 class RewardTexts:
     """Writes prompts and responses in the tokens of a reward model that does not have the policy's
     tokenizer."""
-
-    READS = (*TOKENS, "raw_prompt", "origin")
-    """The columns that `tokenize` reads."""
 
     def __init__(self, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> None:
         """`own` is the tokenizer of the reward model."""
@@ -32,16 +28,14 @@ class RewardTexts:
         columns = prompts.take([0])
         render_chat(self._own, columns["raw_prompt"][0], columns["origin"][0], "")
 
-    def tokenize(self, batch: DataProto) -> list[list[int]]:
+    def tokenize(self, batch: ScoredChats) -> list[list[int]]:
         """The tokens of each row. A chat is written with the reward model's template, the response
         as its last message. If the prompt is a plain string, the text is what the policy read and
         wrote."""
-        prompts = batch.non_tensor_batch["raw_prompt"]
-        origins = batch.non_tensor_batch["origin"]
-        ids = batch.batch[INPUT_IDS].unbind()
-        responses = rows_of_responses(batch.batch)
+        ids = batch.input_ids.unbind()
+        columns = (batch.raw_prompt, batch.origin, ids, batch.responses())
         rows: list[dict[str, object]] = []
-        for prompt, origin, whole, response in zip(prompts, origins, ids, responses, strict=True):
+        for prompt, origin, whole, response in zip(*columns, strict=True):
             is_chat = not isinstance(prompt, str)
             if is_chat:
                 answer = str(self._policy.decode(response, skip_special_tokens=True))

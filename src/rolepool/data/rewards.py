@@ -235,7 +235,9 @@ class WeightedRewards:
 def score_batch(
     reward: Reward, columns: Mapping[str, Iterable[Any]], responses: Sequence[str]
 ) -> list[Scored]:
-    """The scores of the responses to a batch, which has the columns of `prompts.batch_of`."""
+    """The scores of the responses to a batch, which has the columns of `prompts.batch_of`. It needs
+    no `raw_prompt` if the functions are built-in rules."""
+    columns = {"raw_prompt": [""] * len(responses), **columns}
     read = [columns[name] for name in SCORED_COLUMNS]
     rows: list[Row] = []
     for response, data_source, reward_model, extra_info, origin, uid, prompt in zip(

@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import pickle
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +46,11 @@ def tools_of(environment: Any) -> list[str]:
     return names
 
 
-def template_options(config: Config) -> dict[str, Any]:
+TemplateOptions = Mapping[str, Any]
+"""What the chat template of a tokenizer gets besides the messages."""
+
+
+def template_options(config: Config) -> TemplateOptions:
     """The options of the chat template for prompts: those of the config, and the schemas of the
     environment's tools."""
     environment = import_environment(config.environment.path, config.environment.name)

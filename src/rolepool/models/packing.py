@@ -31,6 +31,8 @@ from rolepool.protocol.batching import IS_PADDING_KEY
 from rolepool.protocol.columns import (
     INPUT_IDS,
     NUM_PROMPT_TOKENS,
+    RESPONSE_MASK,
+    Ragged,
     lengths_of,
     offsets_of,
     ragged,
@@ -63,7 +65,7 @@ def kept_mask(batch: Mapping[str, Tensor]) -> Tensor:
     """[rows, longest response]: the response tokens that count in losses; none of a row that pads
     the batch."""
     num_response = lengths_of(batch[INPUT_IDS]) - batch[NUM_PROMPT_TOKENS]
-    mask = sampled_mask(batch, num_response)
+    mask = sampled_mask(batch.get(RESPONSE_MASK), num_response)
     if IS_PADDING_KEY not in batch:
         return mask
     return mask & ~batch[IS_PADDING_KEY][:, None]
@@ -99,7 +101,8 @@ class TokenRows:
     @property
     def is_sampled(self) -> Tensor:
         """The response tokens that the policy sampled: [rows, longest response]."""
-        return self._on_device(sampled_mask(self._batch, self.num_response))
+        mask = sampled_mask(self._batch.get(RESPONSE_MASK), self.num_response)
+        return self._on_device(mask)
 
     def packed_inputs(self) -> tuple[Inputs, Tensor]:
         """A model's inputs with all tokens in one row, and the place in it of the token before each
@@ -147,7 +150,7 @@ class TokenRows:
         padding = of_responses.new_zeros(num_rows * width)
         return padding.index_copy(0, places, of_responses).view(num_rows, width)
 
-    def ragged(self, of_responses: Tensor) -> Tensor:
+    def ragged(self, of_responses: Tensor) -> Ragged:
         """Values of response tokens as a ragged column."""
         return ragged(of_responses, self._on_device(self.num_response))
 

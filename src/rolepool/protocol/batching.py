@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from rolepool.errors import DataError
-from rolepool.protocol.columns import Columns, describe, is_ragged, ragged
+from rolepool.protocol.columns import Arrays, Columns, describe, is_ragged, ragged
 from rolepool.protocol.data import DataProto, DataProtoItem
 
 IS_PADDING_KEY = "is_padding"
@@ -114,11 +114,12 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
 
 
 def _batch_of_one(item: DataProtoItem) -> DataProto:
-    columns: Columns = {}
+    arrays: Arrays = {}
     for key, value in item.non_tensor_batch.items():
-        columns[key] = np.fromiter([value], object)
+        arrays[key] = np.fromiter([value], object)
     if item.batch is None:
-        return DataProto(None, columns)
+        return DataProto(None, arrays)
+    columns: Columns = dict(arrays)
     for key, row in item.batch.items():
         if key in item.ragged_keys:
             columns[key] = ragged(row, torch.tensor([len(row)]))

@@ -22,7 +22,7 @@ Does not know DataProto.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +33,16 @@ from torch.nested._internal.nested_tensor import NestedTensor  # torch has no pu
 
 from rolepool.errors import DataError
 
-Arrays = dict[str, npt.NDArray[Any]]
-Columns = dict[str, Any]
-"""Tensors and arrays by key."""
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+Ragged = NestedTensor
+"""A ragged column."""
+Column = Tensor | Array
+"""A dense or ragged tensor, or an array."""
+Columns = dict[str, Column]
 MetaInfo = dict[str, Any]
-"""What a batch says about itself as a whole."""
+"""What a batch says about itself as a whole. Whoever reads an entry knows its type."""
+Entry = TypeVar("Entry")
 RowIndex = slice | Tensor
 """A slice with step 1, or a 1-d int64 tensor of row numbers."""
 
@@ -63,18 +68,18 @@ class RowIndexError(DataError, IndexError):
 # --- ragged columns -----------------------------------------------------------------------------------------------
 
 
-def is_ragged(column: object) -> TypeGuard[NestedTensor]:
+def is_ragged(column: object) -> TypeGuard[Ragged]:
     """Whether this is a ragged column. It is False for nested tensors that vary in another
     dimension."""
     return isinstance(column, NestedTensor) and column._ragged_idx == 1
 
 
-def ragged(values: Tensor, lengths: Tensor) -> Tensor:
+def ragged(values: Tensor, lengths: Tensor) -> Ragged:
     """The column whose row i has the next `lengths[i]` of the values."""
     return ragged_from_parts(values, offsets_of(lengths.to(values.device)))
 
 
-def ragged_from_parts(values: Tensor, offsets: Tensor) -> Tensor:
+def ragged_from_parts(values: Tensor, offsets: Tensor) -> Ragged:
     """The column whose row i is `values[offsets[i] : offsets[i + 1]]`. Gradients do not pass
     through it."""
     return NestedTensor(values.detach(), offsets)
@@ -82,10 +87,10 @@ def ragged_from_parts(values: Tensor, offsets: Tensor) -> Tensor:
 
 def ragged_parts(column: Tensor) -> tuple[Tensor, Tensor]:
     """The values of a ragged column, without holes, and its offsets."""
-    nested: Any = column
+    nested = cast(Ragged, column)
     # `torch.nested.narrow` makes columns with holes between the rows.
     if nested._lengths is not None:
-        nested = nested.contiguous()
+        nested = cast(Ragged, nested.contiguous())
     return nested._values, nested._offsets
 
 
@@ -99,7 +104,7 @@ def lengths_of(column: Tensor) -> Tensor:
     return ragged_parts(column)[1].diff()
 
 
-def num_bytes(column: Tensor | npt.NDArray[Any]) -> int:
+def num_bytes(column: Column) -> int:
     """The bytes of a column's values: a ragged or dense tensor, or an array."""
     if is_ragged(column):
         column = flat_values(column)
@@ -115,14 +120,16 @@ def places_of(offsets: Tensor, rows: slice | Tensor) -> tuple[slice | Tensor, Te
     column of them."""
     if isinstance(rows, slice):
         inside = offsets[rows.start : rows.stop + 1]
-        return slice(int(inside[0]), int(inside[-1])), inside - inside[0]
+        values = slice(int(inside[0]), int(inside[-1]))
+        return values, inside - inside[0]
     rows = rows.to(offsets.device)
     lengths = offsets.diff()[rows]
     new_offsets = offsets_of(lengths)
     # How far each value of a row is from where it will be.
     shift_of_rows = offsets[:-1][rows] - new_offsets[:-1]
     shift = torch.repeat_interleave(shift_of_rows, lengths)
-    return shift + torch.arange(len(shift), device=offsets.device), new_offsets
+    new_places = torch.arange(len(shift), device=offsets.device)
+    return shift + new_places, new_offsets
 
 
 # --- padded tensors -----------------------------------------------------------------------------------------------
@@ -149,7 +156,7 @@ def pad_ragged(
     return padded
 
 
-def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
+def unpad(padded: Tensor, lengths: Tensor) -> Ragged:
     """The ragged column of the first `lengths[i]` entries of each row."""
     return ragged(padded[_is_real(lengths, padded.shape[1], "right")], lengths)
 
@@ -161,14 +168,15 @@ def _is_real(lengths: Tensor, width: int, side: Literal["left", "right"]) -> Ten
     return places >= width - lengths[:, None]
 
 
-def sampled_mask(batch: Mapping[str, Any], num_response: Tensor) -> Tensor:
-    """[rows, longest response]: the response tokens that the policy sampled."""
-    if RESPONSE_MASK in batch:
-        return pad_ragged(batch[RESPONSE_MASK])
+def sampled_mask(response_mask: Tensor | None, num_response: Tensor) -> Tensor:
+    """[rows, longest response]: the response tokens that the policy sampled, which are all of them
+    if there is no such column."""
+    if response_mask is not None:
+        return pad_ragged(response_mask)
     return _is_real(num_response, int(num_response.max()), "right")
 
 
-def split_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def split_tokens(batch: Mapping[str, Tensor]) -> tuple[Ragged, Ragged]:
     """The prompts and the responses of `input_ids`, as two ragged columns."""
     ids, offsets = ragged_parts(batch[INPUT_IDS])
     num_prompt = batch[NUM_PROMPT_TOKENS]
@@ -180,7 +188,7 @@ def split_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return prompts, responses
 
 
-def rows_of_responses(batch: Mapping[str, Any]) -> Sequence[Tensor]:
+def rows_of_responses(batch: Mapping[str, Tensor]) -> Sequence[Tensor]:
     """The tokens of each response."""
     _, responses = split_tokens(batch)
     return torch.split(flat_values(responses), lengths_of(responses).tolist())
@@ -189,7 +197,7 @@ def rows_of_responses(batch: Mapping[str, Any]) -> Sequence[Tensor]:
 # --- rows ---------------------------------------------------------------------------------------------------------
 
 
-def rows_of(index: Any, num_rows: int) -> RowIndex:
+def rows_of(index: object, num_rows: int) -> RowIndex:
     """The rows, out of `num_rows`, that a slice, a list, array or tensor of row numbers, or a bool
     mask selects."""
     everything = np.arange(num_rows)
@@ -239,31 +247,43 @@ def take_rows(columns: Columns, rows: RowIndex) -> Columns:
     return taken
 
 
+SharedOffsets = dict[tuple[int, ...], tuple[Tensor, Sequence[Tensor]]]
+"""The offsets of joined columns by the ids of those that were joined, which are kept alive beside
+them."""
+
+
 def join_rows(parts: Sequence[Columns]) -> Columns:
     """A copy of the rows of all parts, one after another. The parts have the same keys."""
     joined: Columns = {}
-    # The new offsets by the ids of the old ones, which are kept alive beside them.
-    shared: dict[tuple[int, ...], tuple[Tensor, Sequence[Tensor]]] = {}
+    shared: SharedOffsets = {}
     for key in parts[0]:
-        column = [part[key] for part in parts]
+        columns = [part[key] for part in parts]
         try:
-            if isinstance(column[0], np.ndarray):
-                joined[key] = np.concatenate(column)
-            elif is_ragged(column[0]):
-                values, old_offsets = zip(*map(ragged_parts, column), strict=True)
-                ids = tuple(map(id, old_offsets))
-                if ids not in shared:
-                    lengths = torch.cat([offsets.diff() for offsets in old_offsets])
-                    shared[ids] = (offsets_of(lengths), old_offsets)
-                new_offsets, _ = shared[ids]
-                joined[key] = ragged_from_parts(torch.cat(values), new_offsets)
-            else:
-                joined[key] = torch.cat(column)
+            joined[key] = _joined(columns, shared)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise DataError(
-                f"{key!r} cannot be concatenated: {', '.join(map(describe, column))}"
+                f"{key!r} cannot be concatenated: {', '.join(map(describe, columns))}"
             ) from error
     return joined
+
+
+def _joined(columns: Sequence[Column], shared: SharedOffsets) -> Column:
+    """The column with the rows of these columns, which are all of one kind."""
+    tensors = [column for column in columns if isinstance(column, Tensor)]
+    arrays = [column for column in columns if isinstance(column, np.ndarray)]
+    if arrays and tensors:
+        raise TypeError("some are tensors, others are arrays")
+    if arrays:
+        return np.concatenate(arrays)
+    if not is_ragged(tensors[0]):
+        return torch.cat(tensors)
+    values, old_offsets = zip(*map(ragged_parts, tensors), strict=True)
+    ids = tuple(map(id, old_offsets))
+    if ids not in shared:
+        lengths = torch.cat([offsets.diff() for offsets in old_offsets])
+        shared[ids] = (offsets_of(lengths), old_offsets)
+    new_offsets, _ = shared[ids]
+    return ragged_from_parts(torch.cat(values), new_offsets)
 
 
 # --- equality and union -------------------------------------------------------------------------------------------
@@ -279,7 +299,7 @@ def describe(value: object) -> str:
     return repr(value)
 
 
-def same_value(a: Any, b: Any, outer: frozenset[tuple[int, int]] = frozenset()) -> bool:
+def same_value(a: object, b: object, outer: frozenset[tuple[int, int]] = frozenset()) -> bool:
     """Whether two values are equal: tensors and arrays in dtype, shape and every element. NaN
     equals NaN.
 
@@ -322,7 +342,7 @@ def _same_tensor(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | both_nan).all())
 
 
-def additions(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+def additions(first: Mapping[str, Entry], second: Mapping[str, Entry]) -> dict[str, Entry]:
     """What a union adds to the first: the entries of the second whose keys are new. Others must be
     equal in both."""
     for key in first.keys() & second.keys():
@@ -353,7 +373,7 @@ def merge_meta_info(parts: Sequence[MetaInfo]) -> MetaInfo:
     """The meta_info of joined batches. Entries must be equal, except `metrics`: these become one
     dict of lists."""
     merged: MetaInfo = {}
-    metrics: dict[str, list[Any]] = {}
+    metrics: dict[str, list[object]] = {}
     for part in parts:
         others = {key: value for key, value in part.items() if key != "metrics"}
         merged |= additions(merged, others)

@@ -24,15 +24,15 @@ import builtins
 import copy
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex, TypeVar, cast, overload
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from tensordict.base import TensorDictBase
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from rolepool.errors import DataError, logger
 from rolepool.protocol import columns as operations
@@ -40,7 +40,9 @@ from rolepool.protocol.columns import (
     INPUT_IDS,
     RESPONSE_MASK,
     TOKENS,
+    Array,
     Arrays,
+    Column,
     Columns,
     MetaInfo,
     flat_values,
@@ -54,6 +56,14 @@ TENSORDICT_KEY = "_rolepool_tensordict"
 
 Keys = str | Sequence[str] | None
 Device = torch.device | str | int | None
+RowSelection = slice | Sequence[int] | Sequence[bool] | torch.Tensor | Array
+"""Row numbers, or a bool mask of the rows."""
+Objects = dict[str, Any]
+"""Objects by key. Whoever reads one knows its type."""
+Reduced = tuple[object, ...]
+"""What pickle calls and with which arguments."""
+Entry = TypeVar("Entry")
+Decoded = TypeVar("Decoded")
 
 
 @dataclass(eq=False)
@@ -62,11 +72,11 @@ class DataProtoItem:
     batch's meta_info."""
 
     batch: Any = None
-    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
+    non_tensor_batch: Objects = field(default_factory=dict)
+    meta_info: MetaInfo = field(default_factory=dict)
     ragged_keys: frozenset[str] = frozenset()  # `collate_fn` makes these ragged again
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Reduced:
         return _restore, (
             type(self),
             encode((self.batch, self.non_tensor_batch, self.meta_info, self.ragged_keys)),
@@ -102,7 +112,7 @@ class DataProto:
     def from_dict(
         cls,
         tensors: Mapping[str, torch.Tensor] | None = None,
-        non_tensors: Mapping[str, Any] | None = None,
+        non_tensors: Mapping[str, Iterable[object]] | None = None,
         meta_info: MetaInfo | None = None,
         num_batch_dims: int = 1,
         auto_padding: bool = False,
@@ -143,7 +153,7 @@ class DataProto:
     @classmethod
     def from_columns(
         cls,
-        columns: Mapping[str, Any],
+        columns: Mapping[str, Column],
         batch_size: Sequence[int] | None,
         meta_info: MetaInfo,
         device: Device = None,
@@ -163,7 +173,7 @@ class DataProto:
     @classmethod
     def from_single_dict(
         cls,
-        data: Mapping[str, Any],
+        data: Mapping[str, object],
         meta_info: MetaInfo | None = None,
         auto_padding: bool = False,
     ) -> DataProto:
@@ -317,7 +327,13 @@ class DataProto:
 
     # --- rows ---------------------------------------------------------------------------------------------------
 
-    def __getitem__(self, item: Any) -> Any:
+    @overload
+    def __getitem__(self, item: int) -> DataProtoItem: ...
+
+    @overload
+    def __getitem__(self, item: RowSelection) -> DataProto: ...
+
+    def __getitem__(self, item: object) -> DataProtoItem | DataProto:
         """An int gives a DataProtoItem; a slice, list, array, tensor or bool mask of rows gives a
         DataProto."""
         if isinstance(item, torch.Tensor | np.ndarray | np.generic) and item.ndim == 0:
@@ -331,9 +347,9 @@ class DataProto:
         row = item % len(self)
         columns = operations.take_rows(self.columns(), builtins.slice(row, row + 1))
         ragged = frozenset(key for key, column in columns.items() if is_ragged(column))
-        values: dict[str, Any] = {}
+        values: Objects = {}
         for key, column in columns.items():
-            values[key] = flat_values(column) if key in ragged else column[0]
+            values[key] = flat_values(column) if is_ragged(column) else column[0]
         objects = {key: values.pop(key) for key in self.non_tensor_batch}
         if self.batch is None:
             inner = None
@@ -341,7 +357,7 @@ class DataProto:
             inner = TensorDict(values, self.batch.batch_size[1:], device=self.batch.device)
         return DataProtoItem(inner, objects, dict(self.meta_info), ragged)
 
-    def select_idxs(self, idxs: Any) -> DataProto:
+    def select_idxs(self, idxs: object) -> DataProto:
         """A copy of the rows with these numbers (list, array, tensor), or of those at which a bool
         mask is True."""
         rows = operations.rows_of(idxs, len(self))
@@ -382,7 +398,7 @@ class DataProto:
             return self.select_idxs(rows.repeat_interleave(repeat_times))
         return self.select_idxs(rows.repeat(repeat_times))
 
-    def sample_level_repeat(self, repeat_times: Any) -> DataProto:
+    def sample_level_repeat(self, repeat_times: object) -> DataProto:
         """Row i `repeat_times[i]` times, its copies next to each other."""
         counts = torch.as_tensor(repeat_times).cpu()
         if counts.shape != (len(self),) or counts.is_floating_point() or bool((counts < 0).any()):
@@ -407,7 +423,7 @@ class DataProto:
             columns[key] = column.reshape(-1, width, *column.shape[2:])
         return self.like(columns, len(self) * n_split)
 
-    def reorder(self, indices: Any) -> None:
+    def reorder(self, indices: object) -> None:
         """Put the rows in this order, a permutation of the row numbers. Changes this batch."""
         rows = torch.arange(len(self))[operations.rows_of(indices, len(self))]
         if not torch.equal(rows.sort().values, torch.arange(len(self))):
@@ -457,7 +473,7 @@ class DataProto:
         mini_batch_size: int,
         epochs: int,
         seed: int | None = None,
-        dataloader_kwargs: Any = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[DataProto]:
         """Mini-batches of `mini_batch_size` rows, for `epochs` epochs. Rows are in order unless
         they are shuffled.
@@ -471,7 +487,8 @@ class DataProto:
             )
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         options = {**(dataloader_kwargs or {}), "collate_fn": list, "generator": generator}
-        row_numbers: Any = range(len(self))  # torch accepts anything that has a length and items
+        # torch accepts anything that has a length and items.
+        row_numbers = cast("Dataset[list[int]]", range(len(self)))
         loader: DataLoader[list[int]] = DataLoader(row_numbers, mini_batch_size, **options)
 
         def mini_batches() -> Iterator[DataProto]:
@@ -571,7 +588,7 @@ class DataProto:
         """
         columns = self.columns()
         if all(key in columns for key in TOKENS) and is_ragged(columns[INPUT_IDS]):
-            prompts, responses = operations.split_tokens(columns)
+            prompts, responses = operations.split_tokens(self.batch)
             prompt_ids = pad_ragged(prompts, prompt_width, side="left", value=pad_token_id)
             response_ids = pad_ragged(responses, response_width, value=pad_token_id)
             prompt_mask = pad_ragged(torch.ones_like(prompts), prompt_width, side="left")
@@ -585,7 +602,7 @@ class DataProto:
             columns["position_ids"] = position_ids
             # The mask of several turns says which tokens the policy sampled, and must not be
             # replaced.
-            mask = columns.get(RESPONSE_MASK, is_response)
+            mask: torch.Tensor = self.batch.get(RESPONSE_MASK, is_response)
             if is_ragged(mask):
                 mask = pad_ragged(mask, response_width)
             columns[RESPONSE_MASK] = mask.long()
@@ -610,7 +627,7 @@ class DataProto:
         """The batch that `save_to_disk` wrote."""
         return cls(*load_parts(filepath))
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Reduced:
         """Pickle as plain buffers (see `encoding`). The copy is on the CPU and does not share
         memory."""
         return _restore, (type(self), encode((self.batch, self.non_tensor_batch, self.meta_info)))
@@ -618,7 +635,7 @@ class DataProto:
     def __copy__(self) -> DataProto:
         return self.select()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+    def __deepcopy__(self, memo: dict[int, object]) -> DataProto:
         batch = None if self.batch is None else self.batch.clone()
         return type(self)(batch, *copy.deepcopy((self.non_tensor_batch, self.meta_info), memo))
 
@@ -644,11 +661,11 @@ class DataProto:
         self.non_tensor_batch = other.non_tensor_batch
 
 
-def _restore(cls: type[Any], encoded: Encoded) -> Any:
+def _restore(cls: Callable[..., Decoded], encoded: Encoded) -> Decoded:
     return cls(*encoded.decode())
 
 
-def tensordict_to_batch(value: Any) -> Any:
+def tensordict_to_batch(value: object) -> object:
     """A TensorDict with rows as a batch that `batch_to_tensordict` recognizes. Other values are
     returned unchanged."""
     if not isinstance(value, TensorDictBase) or not value.batch_size:
@@ -656,7 +673,7 @@ def tensordict_to_batch(value: Any) -> Any:
     return DataProto.from_tensordict(value, {TENSORDICT_KEY: True}, len(value.batch_size))
 
 
-def batch_to_tensordict(value: Any) -> Any:
+def batch_to_tensordict(value: object) -> object:
     """The TensorDict that a batch was made of by `tensordict_to_batch`. Other values are returned
     unchanged."""
     if not isinstance(value, DataProto) or TENSORDICT_KEY not in value.meta_info:
@@ -672,8 +689,8 @@ def _check_tensors(tensors: Mapping[str, object]) -> None:
             raise DataError(f"batch[{key!r}] is a {type(value).__name__}; it must be {needed}")
 
 
-def _picked(part: Any, keys: Keys, name: str) -> dict[str, Any]:
-    content: dict[str, Any] = {} if part is None else dict(part.items())
+def _picked(part: Mapping[str, Entry] | None, keys: Keys, name: str) -> dict[str, Entry]:
+    content = {} if part is None else dict(part.items())
     if keys is None:
         return content
     wanted = _as_list(keys)

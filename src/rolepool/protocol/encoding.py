@@ -44,6 +44,7 @@ from rolepool.errors import DataError, logger
 from rolepool.files import atomic_path
 from rolepool.protocol.columns import (
     Arrays,
+    Column,
     MetaInfo,
     is_ragged,
     ragged_from_parts,
@@ -51,6 +52,8 @@ from rolepool.protocol.columns import (
 )
 
 Buffer = npt.NDArray[np.uint8]
+Value = Any
+"""What travels. Whoever sends it and whoever reads it know its type."""
 
 MIN_MAPPED_BYTES = 2**20
 """A copy of fewer bytes than this is faster. The first mapping of a memory reads /proc, which takes
@@ -71,7 +74,7 @@ class Encoded:
     def num_bytes(self) -> int:
         return len(self.pickled) + sum(buffer.nbytes for buffer in self.buffers)
 
-    def decode(self) -> Any:
+    def decode(self) -> Value:
         """The value. Nobody else sees what is written to its tensors and arrays."""
         return pickle.loads(self.pickled, buffers=map(make_private, self.buffers))  # noqa: S301  # from our own processes
 
@@ -90,23 +93,27 @@ def encode(value: object) -> Encoded:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> object:
         if type(value) is np.ndarray and not value.dtype.hasobject:
             # "W" because a buffer that is pickled read-only would arrive read-only.
-            raw: Any = np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8)
-            return _from_bytes, (pickle.PickleBuffer(raw), value.dtype, value.shape)
+            raw = np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8)
+            return _from_bytes, (pickle.PickleBuffer(raw.data), value.dtype, value.shape)
         if is_ragged(value):
             # Columns with one offsets tensor share it again.
             return ragged_from_parts, ragged_parts(value)
         if isinstance(value, TensorDictBase):
             return TensorDict, (dict(value.items()), value.batch_size)
-        is_plain = (
-            type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
-        )
-        if is_plain and not (value.is_nested or value.is_quantized or value.is_meta):
+        if isinstance(value, torch.Tensor) and _is_plain(value):
             raw = tensor_bytes(value)
-            return _from_bytes, (pickle.PickleBuffer(raw), value.dtype, tuple(value.shape))
+            return _from_bytes, (pickle.PickleBuffer(raw.data), value.dtype, tuple(value.shape))
         return super().reducer_override(value)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its shape and the numbers in its memory, and nothing else."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return False
+    return not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Buffer:
@@ -118,7 +125,9 @@ def tensor_bytes(tensor: torch.Tensor) -> Buffer:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-def _from_bytes(buffer: Buffer, dtype: torch.dtype | np.dtype[Any], shape: Sequence[int]) -> Any:
+def _from_bytes(
+    buffer: Buffer, dtype: torch.dtype | np.dtype[np.generic], shape: Sequence[int]
+) -> Column:
     """The tensor or array that lives in a writable buffer, which it keeps alive."""
     if isinstance(dtype, torch.dtype):
         if buffer.size:
@@ -238,7 +247,10 @@ def _places_of(memory: _SharedMemory) -> Iterator[str]:
 
 
 def save_parts(
-    filepath: str | os.PathLike[str], batch: Any, arrays: Arrays, meta_info: MetaInfo
+    filepath: str | os.PathLike[str],
+    batch: TensorDictBase | None,
+    arrays: Arrays,
+    meta_info: MetaInfo,
 ) -> None:
     """Write the parts of a batch to one safetensors file, completely or not at all.
 
@@ -286,11 +298,12 @@ def load_parts(
     except (OSError, safetensors.SafetensorError, AttributeError, KeyError, ValueError) as error:
         raise DataError(f"{filepath} is not a file that save_to_disk wrote: {error}") from error
 
-    def stored(name: str) -> Any:
+    def stored(name: str) -> Column:
         if name in texts:
             return np.fromiter(texts[name], object)
         if name in tensors:
-            return tensors[name]
+            dense: Column = tensors[name]
+            return dense
         return ragged_from_parts(tensors[f"{name}/values"], tensors[f"{name}/offsets"])
 
     batch = None

@@ -9,8 +9,8 @@ a result without moving its data. How to wait for a call and how to fetch stored
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, compress
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -19,10 +19,12 @@ import numpy.typing as npt
 
 from rolepool.errors import DataError
 from rolepool.metrics import Span
-from rolepool.protocol.columns import merge_meta_info
+from rolepool.protocol.columns import Array, Columns, MetaInfo, merge_meta_info
 from rolepool.protocol.data import DataProto, batch_to_tensordict
-from rolepool.protocol.encoding import Encoded, encode
+from rolepool.protocol.encoding import Encoded, Value, encode
 
+Reference = Any
+"""A reference to an object of Ray, which this package does not import."""
 RowNumbers = npt.NDArray[np.int64]
 Keys = frozenset[str] | None
 """Which keys to use; None means all."""
@@ -51,8 +53,8 @@ class Reply(NamedTuple):
     span: Span
     value: Encoded | None = None
     header: BatchHeader | None = None
-    stored: Any = None
-    """A reference to the large columns, a dict of Encoded. It is added by the process that reads
+    stored: Reference = None
+    """The large columns, a dict of Encoded; None if there are none. It is added by the process that reads
     the reply."""
 
     @property
@@ -108,9 +110,9 @@ Fetch = Callable[[Sequence[Reply]], list[dict[str, Encoded]]]
 """The stored columns of these replies."""
 
 
-def values_of(replies: Iterable[Reply], fetch: Fetch) -> list[Any]:
+def values_of(replies: Iterable[Reply], fetch: Fetch) -> list[Value]:
     """Each rank's result, with its data."""
-    values: list[Any] = []
+    values: list[Value] = []
     for reply in replies:
         if reply.header is not None:
             values.append(gather_rows([reply], None, None, fetch))
@@ -142,13 +144,11 @@ def gather_rows(
     part_of_row = np.searchsorted(ends, rows, side="right")
     # Without rows, the first part tells the columns.
     used = [int(index) for index in np.unique(part_of_row)] or [0]
-    names = _common_names([replies[index] for index in used], keys)
-    with_stored = [index for index in used if not set(names).isdisjoint(headers[index].large)]
-    stored = dict(zip(with_stored, fetch([replies[index] for index in with_stored]), strict=True))
-    parts = []
-    for index in used:
+    used_replies = [replies[index] for index in used]
+    names = _common_names(used_replies, keys)
+    parts: list[DataProto] = []
+    for index, encoded in zip(used, _columns_of(used_replies, names, fetch), strict=True):
         header = headers[index]
-        encoded = header.small | stored.get(index, {})
         columns = {name: encoded[name].decode() for name in names}
         part = DataProto.from_columns(columns, header.batch_size, {})
         # A batch of arrays only has no rows if none of its columns is wanted.
@@ -160,8 +160,25 @@ def gather_rows(
     joined.meta_info = merge_meta_info([header.meta_info.decode() for header in headers])
     is_in_order = (np.diff(part_of_row) >= 0).all()
     if not is_in_order:
-        joined = joined[np.argsort(np.argsort(part_of_row, kind="stable"))]
+        # The rows lie part by part, and go to where they were asked for.
+        places = np.argsort(part_of_row, kind="stable")
+        joined = joined[np.argsort(places)]
     return joined
+
+
+def _columns_of(
+    replies: Sequence[Reply], names: Sequence[str], fetch: Fetch
+) -> Iterator[dict[str, Encoded]]:
+    """The columns of each reply. Stored ones are fetched only if one of these names is among
+    them."""
+    wanted = set(names)
+    with_stored = [not wanted.isdisjoint(reply.batch.large) for reply in replies]
+    fetched = iter(fetch(list(compress(replies, with_stored))))
+    for reply, has_stored in zip(replies, with_stored, strict=True):
+        if has_stored:
+            yield reply.batch.small | next(fetched)
+        else:
+            yield reply.batch.small
 
 
 def _common_names(replies: Sequence[Reply], keys: Keys) -> list[str]:
@@ -201,7 +218,7 @@ class Pending(Protocol):
         """The call in words, for errors."""
 
     @property
-    def objects(self) -> Sequence[Any]:
+    def objects(self) -> Sequence[tuple[Reference, Reference | None]]:
         """References to the replies with a result, to pass them to another call without reading
         them."""
 
@@ -225,13 +242,13 @@ class CallFuture:
     If it is passed to another call, the wait happens in that call's workers.
     """
 
-    def __init__(self, calls: Sequence[Pending], collect: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, calls: Sequence[Pending], collect: Callable[[list[Value]], Value]) -> None:
         self.calls = tuple(calls)
         self.sources: Iterable[Pending] = self.calls
         """The calls whose results it contains."""
         self.collect = collect
 
-    def get(self, timeout_s: float | None = None) -> Any:
+    def get(self, timeout_s: float | None = None) -> Value:
         """Wait for every rank and return the result. Raises WorkerError if a rank failed or
         died."""
         replies = replies_of(self.calls, timeout_s)
@@ -332,7 +349,7 @@ class DataProtoFuture(CallFuture):
         column is used."""
         return DataProtoFuture(self.calls, (*self.stripes, *stripes_of(other)))
 
-    def reorder(self, indices: Sequence[int] | npt.NDArray[Any]) -> DataProtoFuture:
+    def reorder(self, indices: Sequence[int] | Array) -> DataProtoFuture:
         """The rows with these numbers, in this order."""
         rows = np.asarray(indices, dtype=np.int64)
         stripes: list[Stripe] = []
@@ -380,7 +397,7 @@ collect_first = itemgetter(0)
 """The result of the only rank."""
 
 
-def collect_batches(results: list[Any]) -> Any:
+def collect_batches(results: list[Value]) -> Value:
     """The results of ranks that each had a part of a batch: batches and lists are joined, others
     stay in a list."""
     if all(isinstance(result, DataProto) for result in results):
@@ -398,8 +415,8 @@ def join_stripes(parts: Sequence[DataProto]) -> DataProto:
     if len({len(part) for part in parts if part.columns()}) > 1:
         sizes = ", ".join(f"{sorted(part.columns())}: {len(part)}" for part in parts)
         raise DataError(f"batches of different numbers of rows cannot be one batch: {sizes}")
-    columns = {}
-    meta_info = {}
+    columns: Columns = {}
+    meta_info: MetaInfo = {}
     for part in parts:
         columns.update(part.columns())
         meta_info.update(part.meta_info)

@@ -7,23 +7,43 @@ the call.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from rolepool.metrics.spans import Part
 
+Moment = float | torch.cuda.Event
+"""Seconds, or a CUDA event between kernels, so that measuring does not make the host wait for a
+GPU."""
 
-class PartTimes(list[tuple[str, int, int, int, Any, Any]]):
-    """The parts of a call that were measured, if the call runs in a `with` block of it: name,
-    pieces of work, tokens, attended tokens, start and end.
 
-    Start and end are seconds, or CUDA events between kernels, so that measuring does not make the
-    host wait for a GPU.
-    """
+class _Measured(NamedTuple):
+    """A part of a call that has ended."""
+
+    name: str
+    num_pieces: int
+    num_tokens: int
+    num_attended: int
+    start: Moment
+    end: Moment
+
+    def seconds(self) -> float:
+        """How long it took. Waits until the GPU has finished it."""
+        if isinstance(self.start, torch.cuda.Event) and isinstance(self.end, torch.cuda.Event):
+            self.end.synchronize()
+            milliseconds: float = self.start.elapsed_time(self.end)
+            return milliseconds / 1000
+        assert isinstance(self.start, float)
+        assert isinstance(self.end, float)
+        return self.end - self.start
+
+
+class PartTimes(list[_Measured]):
+    """The parts of a call that were measured, if the call runs in a `with` block of it."""
 
     def __enter__(self) -> PartTimes:
         self._token = _part_times.set(self)
@@ -36,21 +56,17 @@ class PartTimes(list[tuple[str, int, int, int, Any, Any]]):
         """The parts with the same name and pieces of about the same size, added up. Waits until the
         GPU has finished."""
         totals: dict[tuple[str, int], Part] = {}
-        for name, num_pieces, num_tokens, num_attended, start, end in self:
-            if isinstance(start, float):
-                seconds = end - start
-            else:
-                end.synchronize()
-                seconds = start.elapsed_time(end) / 1000
+        for measured in self:
             # Sizes with the same number of bits are about the same.
-            size = (num_tokens // max(1, num_pieces)).bit_length()
-            before = totals.get((name, size), Part(name, 0.0, 0))
-            totals[name, size] = Part(
-                name,
-                before.seconds + seconds,
-                before.num_pieces + num_pieces,
-                before.num_tokens + num_tokens,
-                before.num_attended + num_attended,
+            size = (measured.num_tokens // max(1, measured.num_pieces)).bit_length()
+            key = (measured.name, size)
+            before = totals.get(key, Part(measured.name, 0.0, 0))
+            totals[key] = Part(
+                measured.name,
+                before.seconds + measured.seconds(),
+                before.num_pieces + measured.num_pieces,
+                before.num_tokens + measured.num_tokens,
+                before.num_attended + measured.num_attended,
             )
         return tuple(totals.values())
 
@@ -69,10 +85,12 @@ def part(
     if times is None:
         yield
         return
-    now = _cuda_event if torch.cuda.is_initialized() else time.perf_counter
+    now: Callable[[], Moment] = time.perf_counter
+    if torch.cuda.is_initialized():
+        now = _cuda_event
     start = now()
     yield
-    times.append((name, num_pieces, num_tokens, num_attended, start, now()))
+    times.append(_Measured(name, num_pieces, num_tokens, num_attended, start, now()))
 
 
 def work_of(lengths: Iterable[int]) -> tuple[int, int]:
@@ -82,7 +100,7 @@ def work_of(lengths: Iterable[int]) -> tuple[int, int]:
     return sum(lengths), sum(length * (length + 1) // 2 for length in lengths)
 
 
-def _cuda_event() -> Any:
+def _cuda_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

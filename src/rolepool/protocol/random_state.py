@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+RandomState = Mapping[str, Any]
+"""The states of all generators. Each has the type that its generator returns."""
 
-def random_state() -> dict[str, Any]:
+
+def random_state() -> RandomState:
     """The state of every generator that a role may use. The GPU's is None if this process does not
     use a GPU."""
     return {
@@ -19,7 +22,7 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(state: RandomState) -> None:
     """Restore a state, also one that was stored as JSON with lists. A GPU's is ignored if there is
     no GPU."""
     torch.set_rng_state(torch.as_tensor(state["torch"], dtype=torch.uint8))

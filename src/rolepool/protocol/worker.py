@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from rolepool.errors import DataError
 from rolepool.placement.parallel import ParallelDims
+from rolepool.protocol.encoding import Value
 from rolepool.seeds import derive_seed
 
 
@@ -166,26 +167,32 @@ class Execute(Enum):
     RANK_ZERO = "rank_zero"
 
 
+Argument = Value
+"""An argument of a method."""
+DispatchFunction = Callable[..., tuple[tuple[Argument, ...], dict[str, Argument]]]
+CollectFunction = Callable[[object, list[Value]], Value]
+
+
 class MethodSpec(NamedTuple):
     """What `register` stores for a method."""
 
     dispatch: Dispatch
     execute: Execute
     blocking: bool
-    reads: frozenset[str] | None
-    dispatch_fn: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-    collect_fn: Callable[[Any, list[Any]], Any] | None = None
+    reads: frozenset[str] | Callable[..., Iterable[str]] | None
+    dispatch_fn: DispatchFunction | None = None
+    collect_fn: CollectFunction | None = None
 
 
 MARK = "__rolepool_method__"
-Method = TypeVar("Method", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., object])
 
 
 def register(
     dispatch_mode: Dispatch | dict[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
-    reads: Iterable[str] | None = None,
+    reads: Iterable[str] | Callable[..., Iterable[str]] | None = None,
 ) -> Callable[[Method], Method]:
     """Make a worker's method callable on its group.
 
@@ -194,9 +201,10 @@ def register(
     `g(group, results)` gets the list of the ranks' results and returns the result of the call. A
     call waits for its result if `blocking` is true, and returns a future if it is false; each call
     can override it. `reads` names the keys of batches that the method reads; other keys are not
-    sent. None means all keys.
+    sent. None means all keys. If the keys depend on the config, `reads` is a function, which gets
+    the class of the role and the arguments of its constructor.
     """
-    custom: dict[str, Any] = {}
+    custom: dict[str, Callable[..., Any]] = {}
     if isinstance(dispatch_mode, dict) and set(dispatch_mode) == {"dispatch_fn", "collect_fn"}:
         custom = dispatch_mode
         dispatch_mode = Dispatch.ALL_TO_ALL
@@ -205,7 +213,7 @@ def register(
         raise DataError(f"dispatch_mode is {dispatch_mode!r}; it must be {needed}")
     if not isinstance(execute_mode, Execute):
         raise DataError(f"execute_mode is {execute_mode!r}; it must be an Execute")
-    keys = None if reads is None else frozenset(reads)
+    keys = reads if reads is None or callable(reads) else frozenset(reads)
     spec = MethodSpec(dispatch_mode, execute_mode, blocking, reads=keys, **custom)
 
     def mark(method: Method) -> Method:
@@ -233,3 +241,17 @@ def registered_methods(worker_class: type) -> dict[str, MethodSpec]:
         if hasattr(member, MARK):
             methods[name] = getattr(member, MARK)
     return methods
+
+
+def keys_read_by(
+    worker_class: type, args: Sequence[Argument], kwargs: Mapping[str, Argument]
+) -> dict[str, frozenset[str] | None]:
+    """The keys of batches that each method of a role reads, if the role is constructed with these
+    arguments. None means all keys."""
+    keys: dict[str, frozenset[str] | None] = {}
+    for name, spec in registered_methods(worker_class).items():
+        if callable(spec.reads):
+            keys[name] = frozenset(spec.reads(worker_class, *args, **kwargs))
+        else:
+            keys[name] = spec.reads
+    return keys

@@ -24,7 +24,17 @@ from rolepool.models.training import FrozenModel
 from rolepool.models.weights import WeightSource, WeightSpec
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.protocol.columns import MASKED_TOKENS, RESPONSE_MASK, TOKENS, flat_values
+from rolepool.protocol.batches import (
+    ActorUpdate,
+    ComparableTokens,
+    CriticUpdate,
+    LogProbs,
+    ReferenceLogProbs,
+    SampledTokens,
+    Tokens,
+    Values,
+)
+from rolepool.protocol.columns import flat_values
 from rolepool.roles.model_role import ModelRole
 from rolepool.roles.setups import ActorSetup, Setup, TrainingSetup
 from rolepool.roles.trained_role import TrainedRole
@@ -32,8 +42,11 @@ from rolepool.weights.channels import packed
 from rolepool.weights.digests import Digests
 from rolepool.weights.receipts import Receipt
 
-UPDATE_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob")
-"""What an update of the actor reads, besides tokens."""
+
+def _columns_of_log_prob(role: type, config: Config, setup: Setup) -> tuple[str, ...]:
+    """The engine's log-probs are read only if they are compared with the actor's."""
+    compares = config.actor_rollout_ref.rollout.checks_parity
+    return ComparableTokens.names() if compares else SampledTokens.names()
 
 
 class Actor(TrainedRole):
@@ -58,36 +71,39 @@ class Actor(TrainedRole):
         self.weights = WeightSource(self.trained, rollout_dtype)
         self._sent = Digests()
 
-    @register(
-        Dispatch.DP_COMPUTE_PROTO,
-        blocking=False,
-        reads=(*MASKED_TOKENS, "rollout_log_probs", "weights_version"),
-    )
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_columns_of_log_prob)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Log-probs of the response tokens under the current weights, and the sum of the entropies
         of those tokens that were sampled. If the rows have a `weights_version`, log-probs are
         compared with the engine's."""
 
-        def score(rows: TokenRows) -> dict[str, Tensor]:
+        def score(rows: TokenRows) -> LogProbs:
             log_probs, entropies = self.log_probs(rows)
             sums = masked_sum(rows.pad(entropies.double()), rows.is_sampled, axis=1)
-            return {"old_log_probs": rows.ragged(log_probs), "entropy_sums": sums}
+            return LogProbs(old_log_probs=rows.ragged(log_probs), entropy_sums=sums)
 
-        computed = self.in_micro_batches("compute_log_prob", data, score)
-        if "weights_version" in data.batch:
-            self._raise_if_apart(data, computed)
-        return computed
+        computed = self.in_micro_batches("compute_log_prob", SampledTokens.of(data), score)
+        rollouts = ComparableTokens.of(data)
+        if rollouts.weights_version is not None and rollouts.rollout_log_probs is not None:
+            version = int(rollouts.weights_version.max())
+            self._raise_if_apart(
+                version,
+                theirs=flat_values(rollouts.rollout_log_probs),
+                ours=flat_values(computed.old_log_probs),
+                mask=rollouts.response_mask,
+            )
+        return computed.to_proto()
 
-    def _raise_if_apart(self, rollouts: DataProto, computed: DataProto) -> None:
-        """Raise an error if the engine did not generate with the current weights, or computes other
-        log-probs."""
+    def _raise_if_apart(
+        self, version: int, theirs: Tensor, ours: Tensor, mask: Tensor | None
+    ) -> None:
+        """Raise an error if the engine, whose log-probs are `theirs`, did not generate with the
+        current weights, or computes other log-probs."""
         keys = self.config.actor_rollout_ref.rollout
         limit = keys.parity_limit or parity.LIMITS["cpu" if self.device == "cpu" else "cuda"]
-        theirs = flat_values(rollouts.batch["rollout_log_probs"])
-        ours = flat_values(computed.batch["old_log_probs"])
-        if RESPONSE_MASK in rollouts.batch:
+        if mask is not None:
             # What an environment wrote was not sampled, so the engine has no log-probs of it.
-            is_sampled = flat_values(rollouts.batch[RESPONSE_MASK])
+            is_sampled = flat_values(mask)
             theirs = theirs[is_sampled]
             ours = ours[is_sampled]
         theirs = theirs[: parity.NUM_TOKENS]
@@ -96,7 +112,6 @@ class Actor(TrainedRole):
             return
         error = parity.logit_error(theirs, ours, keys.temperature)
         if not error <= limit:  # also if it is NaN
-            version = int(rollouts.batch["weights_version"].max())
             apart = float((theirs - ours).abs().mean())
             raise RolepoolError(
                 f"actor_rollout_ref.rollout.name={keys.engine}: the engine's log-probs, with version {version} of the "
@@ -108,7 +123,7 @@ class Actor(TrainedRole):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_METRIC,
         blocking=False,
-        reads=(*MASKED_TOKENS, *UPDATE_COLUMNS),
+        reads=ActorUpdate.names(),
     )
     def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         """One epoch of updates."""
@@ -187,14 +202,14 @@ class Critic(TrainedRole):
         )
         self.train(model, setup.num_training_steps)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=Tokens.names())
     def compute_values(self, data: DataProto) -> DataProto:
         """The value of the state before each response token."""
 
-        def score(rows: TokenRows) -> dict[str, Tensor]:
-            return {"values": rows.ragged(self._values(rows))}
+        def score(rows: TokenRows) -> Values:
+            return Values(values=rows.ragged(self._values(rows)))
 
-        return self.in_micro_batches("compute_values", data, score)
+        return self.in_micro_batches("compute_values", Tokens.of(data), score).to_proto()
 
     def _values(self, rows: TokenRows) -> Tensor:
         return response_values(self.trained.model, rows, packed=self.packed)
@@ -202,7 +217,7 @@ class Critic(TrainedRole):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_METRIC,
         blocking=False,
-        reads=(*MASKED_TOKENS, "values", "returns"),
+        reads=CriticUpdate.names(),
     )
     def update_critic(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         """One epoch of updates."""
@@ -240,11 +255,13 @@ class Reference(ModelRole):
             offload=self.keys.fsdp_config.param_offload,
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=Tokens.names())
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Log-probs of the response tokens under the weights before training."""
 
-        def score(rows: TokenRows) -> dict[str, Tensor]:
-            return {"ref_log_prob": rows.ragged(self.log_probs(rows)[0])}
+        def score(rows: TokenRows) -> ReferenceLogProbs:
+            log_probs, _ = self.log_probs(rows)
+            return ReferenceLogProbs(ref_log_prob=rows.ragged(log_probs))
 
-        return self.in_micro_batches("compute_ref_log_prob", data, score)
+        computed = self.in_micro_batches("compute_ref_log_prob", Tokens.of(data), score)
+        return computed.to_proto()

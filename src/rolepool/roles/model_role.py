@@ -6,12 +6,11 @@ the role itself can do, what the other roles of its process can move to host mem
 division of the GPUs.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rolepool.config import Config
 from rolepool.config.model_keys import RefFsdpConfig
@@ -22,13 +21,13 @@ from rolepool.placement.checks import roomier_divisions
 from rolepool.placement.estimate import default_micro_batches
 from rolepool.placement.roles import ROLE_SPECS, Role
 from rolepool.protocol import DataProto, Worker
-from rolepool.protocol.columns import INPUT_IDS, MASKED_TOKENS, lengths_of
+from rolepool.protocol.batches import Tokens, TypedBatch
+from rolepool.protocol.columns import lengths_of
 from rolepool.protocol.part_times import part, work_of
 from rolepool.roles.micro_batches import MicroBatches
 from rolepool.roles.setups import Setup
 
-Compute = Callable[[TokenRows], Mapping[str, Tensor]]
-"""Computes columns from the tokens of a micro-batch."""
+Computed = TypeVar("Computed", bound=TypedBatch)
 
 
 class ModelRole(Worker):
@@ -59,26 +58,25 @@ class ModelRole(Worker):
         self.frozen_dtype = setup.dtype if self.device == "cpu" else torch.bfloat16
         """The dtype of weights that are not trained."""
 
-    def in_micro_batches(self, method: str, data: DataProto, compute: Compute) -> DataProto:
-        """The columns that the model computes from micro-batches of tokens, in the order of rows,
-        in host memory."""
-        # Rows without an environment have no mask of their own.
-        keys = [key for key in MASKED_TOKENS if key in data.batch]
-        tokens = data.select(keys, [], [])
-        lengths = lengths_of(data.batch[INPUT_IDS]).tolist()
+    def in_micro_batches(
+        self, method: str, tokens: Tokens, compute: Callable[[TokenRows], Computed]
+    ) -> Computed:
+        """What the model computes from micro-batches of tokens, in the order of rows, in host
+        memory."""
+        lengths = lengths_of(tokens.input_ids).tolist()
         split = self.micro_batches[method].split(lengths)
-        parts = []
+        batch = tokens.to_proto()
+        parts: list[Computed] = []
         with self.placed.on_device():
             for rows in split:
                 num_tokens, num_attended = work_of(lengths[row] for row in rows)
                 with part("score", num_tokens, num_attended):
-                    columns = compute(TokenRows(tokens[rows].batch, self.device))
-                    parts.append(DataProto.from_dict(columns))
+                    parts.append(compute(TokenRows(batch[rows].batch, self.device)))
             # Only now: micro-batches do not wait for each other's results.
-            computed = DataProto.concat(parts).to("cpu")
+            joined = DataProto.concat([computed.to_proto() for computed in parts]).to("cpu")
         order = [row for rows in split for row in rows]
-        computed.reorder(np.argsort(order))
-        return computed
+        joined.reorder(np.argsort(order))
+        return type(parts[0]).of(joined)
 
     def log_probs(self, rows: TokenRows) -> TokenScores:
         """Log-probs and entropies of response tokens under the policy of this role."""

@@ -11,22 +11,25 @@ from torch import Tensor, nn
 
 from rolepool.config import Config
 from rolepool.config.model_keys import RewardModelConfig
-from rolepool.data.reward_texts import RewardTexts, reward_texts
+from rolepool.data.reward_texts import reward_texts
 from rolepool.models.loading import load_reward_model
 from rolepool.models.packing import TokenRows
 from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
-from rolepool.placement.roles import longest_row
+from rolepool.placement.roles import ROLE_SPECS, longest_row
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.protocol.columns import (
-    ENVIRONMENT_SCORE,
-    INPUT_IDS,
-    TOKENS,
-    ragged,
-    ragged_parts,
-)
+from rolepool.protocol.batches import ScoredChats, ScoredTokens, Scores, Tokens
+from rolepool.protocol.columns import Ragged, ragged, ragged_parts
 from rolepool.roles.model_role import ModelRole
 from rolepool.roles.setups import RewardModelSetup
+
+
+def _columns_to_score(
+    role: type["RewardModel"], config: Config, setup: RewardModelSetup
+) -> tuple[str, ...]:
+    """Prompts are read only if texts may have to be written again in other tokens."""
+    may_have_own_tokens = config.at(ROLE_SPECS[role.role].model).input_tokenizer is not None
+    return ScoredChats.names() if may_have_own_tokens else ScoredTokens.names()
 
 
 class RewardModel(ModelRole):
@@ -49,26 +52,23 @@ class RewardModel(ModelRole):
             model.score.register_forward_hook(self._keep_logits)
         self.placed = FrozenModel(model, device=self.device, dims=self.context.dims, offload=False)
 
-    @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
-        blocking=False,
-        reads=(*RewardTexts.READS, ENVIRONMENT_SCORE),
-    )
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_columns_to_score)
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each whole response: that of the environment, if it gave one, or else the
         model's."""
-        tokens = data.select(list(TOKENS), [], [])
+        rollouts = ScoredTokens.of(data)
+        input_ids = rollouts.input_ids
         limit = self.keys.max_length
         if self.texts is not None:
-            texts = self.texts.tokenize(data)
+            texts = self.texts.tokenize(ScoredChats.of(data))
             token_ids = torch.tensor([*chain(*texts)])
             lengths = torch.tensor([len(text) for text in texts])
-            tokens.batch[INPUT_IDS] = ragged(token_ids, lengths)
+            input_ids = ragged(token_ids, lengths)
             limit = longest_row(self.config, self.role)
         if limit is not None:
-            tokens.batch[INPUT_IDS] = last_tokens(tokens.batch[INPUT_IDS], limit)
+            input_ids = last_tokens(input_ids, limit)
 
-        def score(rows: TokenRows) -> dict[str, Tensor]:
+        def score(rows: TokenRows) -> Scores:
             inputs, _ = rows.padded_inputs(self.pad_token_id)  # on the right
             logits: Tensor = self.placed.model(**inputs, use_cache=False).logits
             if self.of_all_tokens is not None:
@@ -76,20 +76,20 @@ class RewardModel(ModelRole):
                 # pad token there.
                 last = inputs["attention_mask"].sum(dim=1) - 1
                 logits = self.of_all_tokens[torch.arange(len(last)), last]
-            return {"scores": logits[:, 0].float()}
+            return Scores(scores=logits[:, 0].float())
 
-        scored = self.in_micro_batches("compute_scores", tokens, score)
-        if ENVIRONMENT_SCORE in data.batch:
-            of_environment = data.batch[ENVIRONMENT_SCORE]
-            of_model = scored.batch["scores"]
-            scored.batch["scores"] = torch.where(of_environment.isnan(), of_model, of_environment)
-        return scored
+        tokens = Tokens(input_ids=input_ids, num_prompt_tokens=rollouts.num_prompt_tokens)
+        scores = self.in_micro_batches("compute_scores", tokens, score).scores
+        of_environment = rollouts.environment_score
+        if of_environment is not None:
+            scores = torch.where(of_environment.isnan(), scores, of_environment)
+        return Scores(scores=scores).to_proto()
 
     def _keep_logits(self, head: nn.Module, inputs: object, logits: Tensor) -> None:
         self.of_all_tokens = logits
 
 
-def last_tokens(column: Tensor, limit: int) -> Tensor:
+def last_tokens(column: Tensor, limit: int) -> Ragged:
     """A ragged column with only the last `limit` tokens of each row."""
     values, offsets = ragged_parts(column)
     lengths = offsets.diff()

@@ -18,14 +18,14 @@ from rolepool.errors import logger
 from rolepool.models.loading import load_policy
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
+from rolepool.protocol.batches import EnvironmentPrompts, Prompts, Rollouts
 from rolepool.protocol.part_times import part
 from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import ModelRole
-from rolepool.roles.rollout_columns import columns_of, rows_of, token_columns
+from rolepool.roles.rollout_columns import Kept, rollouts_of, rollouts_of_turns, rows_of
 from rolepool.roles.setups import RolloutSetup
 from rolepool.rollout.conversations import conversations_of
 from rolepool.rollout.engine import ABILITIES, Engine, Request, Sampling
-from rolepool.rollout.environments import ROW_COLUMNS
 from rolepool.rollout.sampling import sample_seed
 from rolepool.weights.channels import unpacked
 from rolepool.weights.digests import Digests
@@ -35,7 +35,12 @@ Purpose = Literal["train", "validate", "baseline"]
 """What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of
 ReMax."""
 ENGINE_KEY = "actor_rollout_ref.rollout.name"
-PROMPT_COLUMNS = ("raw_prompt_ids", "uid", "sample_index")
+
+
+def _columns_of_prompts(role: type, config: Config, setup: RolloutSetup) -> tuple[str, ...]:
+    """Only an environment reads more of a prompt than its tokens."""
+    has_environment = config.environment.name is not None
+    return EnvironmentPrompts.names() if has_environment else Prompts.names()
 
 
 class Rollout(ModelRole):
@@ -77,36 +82,30 @@ class Rollout(ModelRole):
         waits_for: str | None = await_start(wait_s)
         return waits_for
 
-    @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
-        blocking=False,
-        reads=(*PROMPT_COLUMNS, *ROW_COLUMNS.values()),
-    )
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_columns_of_prompts)
     def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
         """A response to each prompt, or a conversation. It depends on weights, prompt and seed, not
         on the rank."""
         sampling = self._sampling(purpose)
-        columns = prompts.non_tensor_batch
+        asked = Prompts.of(prompts)
         run_seed = self.context.run_seed
-        seeds = []
-        for uid, index in zip(columns["uid"], columns["sample_index"], strict=True):
+        seeds: list[int] = []
+        for uid, index in zip(asked.uid, asked.sample_index, strict=True):
             seeds.append(sample_seed(run_seed, uid, int(index)))
-        requests = []
-        for token_ids, seed in zip(columns["raw_prompt_ids"], seeds, strict=True):
-            requests.append(Request(list(token_ids), seed))
+        checks_parity = self.keys.checks_parity
+        kept = Kept(
+            log_probs=checks_parity or self.keys.calculate_log_probs, versions=checks_parity
+        )
         self.engine.wake()
         if self.conversations is None:
-            generated = self._generate(requests, sampling)
+            rollouts = self._generate(asked, seeds, sampling, kept)
         else:
-            rows = rows_of(prompts)
-            generated = columns_of(self.conversations.run(self.engine, sampling, rows, seeds))
+            rows = rows_of(EnvironmentPrompts.of(prompts))
+            trajectories = self.conversations.run(self.engine, sampling, rows, seeds)
+            rollouts = rollouts_of_turns(trajectories, kept)
         if self.keys.free_cache_engine:
             self.engine.sleep()
-        if not self.keys.checks_parity:
-            del generated["weights_version"]
-            if not self.keys.calculate_log_probs:
-                del generated["rollout_log_probs"]
-        return DataProto.from_dict(generated)
+        return rollouts.to_proto()
 
     def _sampling(self, purpose: Purpose) -> Sampling:
         keys = self.keys.val_kwargs if purpose == "validate" else self.keys
@@ -120,15 +119,15 @@ class Rollout(ModelRole):
             stop_token_ids=self.stop_token_ids,
         )
 
-    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> dict[str, Tensor]:
-        """The columns of responses of one turn."""
+    def _generate(
+        self, asked: Prompts, seeds: Sequence[int], sampling: Sampling, kept: Kept
+    ) -> Rollouts:
+        """Responses of one turn."""
+        requests: list[Request] = []
+        for token_ids, seed in zip(asked.raw_prompt_ids, seeds, strict=True):
+            requests.append(Request(token_ids, seed))
         completions = self.engine.generate(requests, sampling)
-        return token_columns(
-            prompts=[request.token_ids for request in requests],
-            responses=[completion.token_ids for completion in completions],
-            log_probs=[completion.log_probs for completion in completions],
-            versions=[completion.weights_version for completion in completions],
-        )
+        return rollouts_of([request.token_ids for request in requests], completions, kept)
 
     def smaller(self, method: str) -> list[str]:
         section = self.spec.section

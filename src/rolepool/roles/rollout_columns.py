@@ -3,65 +3,95 @@ trajectories and completions."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from rolepool.protocol import DataProto, ragged
-from rolepool.protocol.columns import (
-    ENVIRONMENT_SCORE,
-    INPUT_IDS,
-    NUM_PROMPT_TOKENS,
-    RESPONSE_MASK,
-    TURN_SCORES,
-)
-from rolepool.rollout.environments import ROW_COLUMNS, PromptRow, Trajectory
+from rolepool.protocol.batches import EnvironmentPrompts, Rollouts
+from rolepool.protocol.columns import Ragged, ragged
+from rolepool.rollout.engine import Completion
+from rolepool.rollout.environments import PromptRow, Trajectory
 
 TokenIds = Sequence[int] | npt.NDArray[np.int64]
+LogProbs = npt.NDArray[np.float32]
 
 
-def rows_of(prompts: DataProto) -> list[PromptRow]:
+@dataclass(frozen=True)
+class Kept:
+    """Which columns a batch of rollouts has, besides tokens and counts."""
+
+    log_probs: bool
+    """The log-probs of the engine."""
+    versions: bool
+    """The versions of the weights."""
+
+
+def rows_of(prompts: EnvironmentPrompts) -> list[PromptRow]:
     """The rows of a batch of prompts, as a rollout function gets them."""
-    columns = [prompts.non_tensor_batch[column] for column in ROW_COLUMNS.values()]
     rows: list[PromptRow] = []
-    for values in zip(*columns, strict=True):
-        row = dict(zip(ROW_COLUMNS, values, strict=True))
-        row["ground_truth"] = row["reward_model"].get("ground_truth")
+    for number, reward_model in enumerate(prompts.reward_model):
+        row = PromptRow(
+            prompt=prompts.raw_prompt[number],
+            prompt_ids=prompts.raw_prompt_ids[number],
+            data_source=prompts.data_source[number],
+            ground_truth=reward_model.get("ground_truth"),
+            reward_model=reward_model,
+            extra_info=prompts.extra_info[number],
+            uid=prompts.uid[number],
+            origin=prompts.origin[number],
+        )
         rows.append(row)
     return rows
 
 
-def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
-    """Trajectories as columns of a batch: tokens, which of them were sampled, scores and counts."""
-    responses = []
-    log_probs = []
+def rollouts_of(
+    prompts: Sequence[TokenIds], completions: Sequence[Completion], kept: Kept
+) -> Rollouts:
+    """Responses of one turn, all of whose tokens were sampled."""
+    responses = [completion.token_ids for completion in completions]
+    log_probs = [completion.log_probs for completion in completions]
+    versions = [completion.weights_version for completion in completions]
+    rollouts = _tokens_of(prompts, responses, versions if kept.versions else None)
+    if not kept.log_probs:
+        return rollouts
+    numbers = torch.from_numpy(np.concatenate(log_probs))
+    return replace(rollouts, rollout_log_probs=ragged(numbers, rollouts.num_response_tokens))
+
+
+def rollouts_of_turns(trajectories: Sequence[Trajectory], kept: Kept) -> Rollouts:
+    """Conversations: tokens, which of them were sampled, scores and counts."""
+    responses: list[list[int]] = []
+    log_probs: list[LogProbs] = []
     for trajectory in trajectories:
         num_kept = trajectory.num_kept
         responses.append(trajectory.token_ids[:num_kept])
         log_probs.append(np.array(trajectory.log_probs[:num_kept], np.float32))
-    columns = token_columns(
-        prompts=[trajectory.prompt_ids for trajectory in trajectories],
-        responses=responses,
-        log_probs=log_probs,
-        versions=[trajectory.weights_version for trajectory in trajectories],
-    )
-    num_response = columns["num_response_tokens"]
+    prompts = [trajectory.prompt_ids for trajectory in trajectories]
+    versions = [trajectory.weights_version for trajectory in trajectories]
+    rollouts = _tokens_of(prompts, responses, versions if kept.versions else None)
+
+    def of_tokens(values: Tensor) -> Ragged:
+        return ragged(values, rollouts.num_response_tokens)
+
     # Tokens that were not sampled have NaN as log-prob.
-    all_log_probs = torch.from_numpy(np.concatenate(log_probs))
-    columns["rollout_log_probs"] = ragged(all_log_probs.nan_to_num(), num_response)
-    columns[RESPONSE_MASK] = ragged(~all_log_probs.isnan(), num_response)
-    token_scores = [_score_of_each_token(trajectory) for trajectory in trajectories]
-    columns[TURN_SCORES] = ragged(torch.cat(token_scores), num_response)
-    scores = [_score_of(trajectory) for trajectory in trajectories]
-    columns[ENVIRONMENT_SCORE] = torch.tensor(scores)
-    for name in ("num_turns", "num_tool_calls", "num_tool_errors"):
-        counts = [getattr(trajectory, name) for trajectory in trajectories]
-        columns[name] = torch.tensor(counts)
-    return columns
+    numbers = torch.from_numpy(np.concatenate(log_probs))
+    turn_scores = [_score_of_each_token(trajectory) for trajectory in trajectories]
+    return replace(
+        rollouts,
+        response_mask=of_tokens(~numbers.isnan()),
+        rollout_log_probs=of_tokens(numbers.nan_to_num()) if kept.log_probs else None,
+        turn_scores=of_tokens(torch.cat(turn_scores)),
+        environment_score=torch.tensor([_score_of(trajectory) for trajectory in trajectories]),
+        num_turns=torch.tensor([trajectory.num_turns for trajectory in trajectories]),
+        num_tool_calls=torch.tensor([trajectory.num_tool_calls for trajectory in trajectories]),
+        num_tool_errors=torch.tensor([trajectory.num_tool_errors for trajectory in trajectories]),
+    )
 
 
-def _score_of_each_token(trajectory: Trajectory) -> torch.Tensor:
+def _score_of_each_token(trajectory: Trajectory) -> Tensor:
     """The score of each turn at its last token, and 0 elsewhere."""
     scores = torch.zeros(trajectory.num_kept)
     last_tokens = torch.tensor(trajectory.turn_ends, dtype=torch.int64) - 1
@@ -76,25 +106,20 @@ def _score_of(trajectory: Trajectory) -> float:
     return sum(trajectory.turn_scores())
 
 
-def token_columns(
-    prompts: Sequence[TokenIds],
-    responses: Sequence[TokenIds],
-    log_probs: Sequence[npt.NDArray[np.float32]],
-    versions: Sequence[int],
-) -> dict[str, torch.Tensor]:
-    """Prompt and response of each row as one ragged column, the number of tokens of each, and what
-    the engine said."""
+def _tokens_of(
+    prompts: Sequence[TokenIds], responses: Sequence[TokenIds], versions: Sequence[int] | None
+) -> Rollouts:
+    """Prompt and response of each row as one ragged column, and the number of tokens of each."""
     num_prompt = torch.tensor([len(prompt) for prompt in prompts])
     num_response = torch.tensor([len(response) for response in responses])
-    pieces = []
+    pieces: list[npt.NDArray[np.int64]] = []
     for prompt, response in zip(prompts, responses, strict=True):
         pieces.append(np.asarray(prompt, dtype=np.int64))
         pieces.append(np.asarray(response, dtype=np.int64))
     input_ids = torch.from_numpy(np.concatenate(pieces))
-    return {
-        INPUT_IDS: ragged(input_ids, num_prompt + num_response),
-        NUM_PROMPT_TOKENS: num_prompt,
-        "num_response_tokens": num_response,
-        "rollout_log_probs": ragged(torch.from_numpy(np.concatenate(log_probs)), num_response),
-        "weights_version": torch.tensor(versions),
-    }
+    return Rollouts(
+        input_ids=ragged(input_ids, num_prompt + num_response),
+        num_prompt_tokens=num_prompt,
+        num_response_tokens=num_response,
+        weights_version=None if versions is None else torch.tensor(versions),
+    )

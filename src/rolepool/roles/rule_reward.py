@@ -1,6 +1,7 @@
 """The reward of a Python function that scores texts, in CPU processes that belong to no pool."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -8,14 +9,20 @@ from rolepool.config import Config
 from rolepool.data import rewards
 from rolepool.data.reward_functions import load_reward_function
 from rolepool.data.reward_process import ScoringProcesses, calls_at_once
+from rolepool.data.rules import RULES
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.protocol import DataProto, Dispatch, Worker, register
-from rolepool.protocol.columns import (
-    ENVIRONMENT_SCORE,
-    TOKENS,
-    rows_of_responses,
-)
+from rolepool.protocol.batches import ScoredRows, ScoredRowsWithPrompts, Scores, objects
 from rolepool.roles.setups import RuleRewardSetup
+
+
+def _columns_to_score(role: type, config: Config, setup: RuleRewardSetup) -> tuple[str, ...]:
+    """Only functions of the user may take prompts."""
+    if setup.reward is not None or config.custom_reward_function.path is not None:
+        return ScoredRowsWithPrompts.names()
+    if all(entry.function in RULES for entry in config.reward.functions):
+        return ScoredRows.names()
+    return ScoredRowsWithPrompts.names()
 
 
 class RuleReward(Worker):
@@ -34,35 +41,38 @@ class RuleReward(Worker):
         self.reward = load_reward_function(config, setup.reward).in_processes(start)
         self.keys = config.reward_model.reward_kwargs
 
-    @register(
-        Dispatch.DP_COMPUTE_PROTO,
-        blocking=False,
-        reads=(*TOKENS, *rewards.SCORED_COLUMNS, ENVIRONMENT_SCORE),
-    )
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_columns_to_score)
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each response, and the other numbers and the answer that the function
         returns. Rows that the environment has scored keep its score."""
-        of_environment = [math.nan] * len(data)
-        if ENVIRONMENT_SCORE in data.batch:
-            of_environment = data.batch[ENVIRONMENT_SCORE].tolist()
+        of_environment = ScoredRows.of(data).environment_score
+        if of_environment is None:
+            scored = self._score(data)
+        else:
+            scored = self._score_others(of_environment.tolist(), data)
+        return Scores(
+            scores=torch.tensor([row.score for row in scored], dtype=torch.float32),
+            # Not a column for each name, because all ranks must return the same columns, and rows
+            # may have other names.
+            reward_numbers=objects(row.numbers for row in scored),
+            pred=objects(row.pred for row in scored),
+        ).to_proto()
+
+    def _score_others(
+        self, of_environment: Sequence[float], data: DataProto
+    ) -> list[rewards.Scored]:
+        """The scores of the environment, and of the function for rows in which that is NaN."""
         scored = [rewards.Scored(score, {}) for score in of_environment]
         unscored_rows = [row for row, score in enumerate(of_environment) if math.isnan(score)]
         if unscored_rows:
             of_function = self._score(data[unscored_rows])
             for row, scored_row in zip(unscored_rows, of_function, strict=True):
                 scored[row] = scored_row
-        scores = torch.tensor([row.score for row in scored], dtype=torch.float32)
-        # Not a column for each name, because all ranks must return the same columns, and rows may
-        # have other names.
-        columns = {
-            rewards.NUMBERS: [row.numbers for row in scored],
-            rewards.PRED: [row.pred for row in scored],
-        }
-        return DataProto.from_dict({"scores": scores}, non_tensors=columns)
+        return scored
 
     def _score(self, data: DataProto) -> list[rewards.Scored]:
         """What the function returns for each response, with the penalty for overlong responses."""
-        responses = rows_of_responses(data.batch)
+        responses = ScoredRows.of(data).responses()
         texts = []
         for tokens in responses:
             texts.append(str(self.tokenizer.decode(tokens, skip_special_tokens=True)))

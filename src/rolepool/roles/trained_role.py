@@ -95,7 +95,7 @@ class TrainedRole(ModelRole):
         batches = data.split(self._rows_of_mini_batch())
         with self.trained.on_device(training=True):
             taken = self._step_through(batches)
-            columns = _columns_of(taken)
+            columns = _in_host_memory(taken)
             means = {name: float(column.mean()) for name, column in columns.items()}
             sums, memory_gb = self._sum_over_ranks(means)
         seconds = time.perf_counter() - start_s
@@ -164,14 +164,17 @@ class TrainedRole(ModelRole):
         used = model_utilization(self.shape, lengths, seconds, gpu_name)
         return {} if used is None else {f"perf/mfu/{self.role}": used}
 
-    def _loss_of_rows(self, batch: DataProto, counts: LossCounts, rows: Sequence[int]) -> Loss:
-        chosen: DataProto = batch[rows]
-        tokens = TokenRows(chosen.batch, self.device)
-        columns = {}
-        for key, column in chosen.batch.items():
-            if is_ragged(column) and key != INPUT_IDS:
-                columns[key] = tokens.pad(on_device(flat_values(column), self.device))
-        columns[RESPONSE_MASK] = on_device(kept_mask(chosen.batch), self.device)
+    def _loss_of_rows(self, mini_batch: DataProto, counts: LossCounts, rows: Sequence[int]) -> Loss:
+        """The loss of one micro-batch, which has these rows of a mini-batch."""
+        batch = mini_batch[rows].batch
+        tokens = TokenRows(batch, self.device)
+        columns = {RESPONSE_MASK: on_device(kept_mask(batch), self.device)}
+        for name, column in batch.items():
+            # The rows of `tokens` have the ids already, and the mask leaves out padding rows, which
+            # the column does not.
+            if is_ragged(column) and name not in (INPUT_IDS, RESPONSE_MASK):
+                of_responses = on_device(flat_values(column), self.device)
+                columns[name] = tokens.pad(of_responses)
         return self.loss_of(tokens, columns, counts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -196,7 +199,7 @@ class TrainedRole(ModelRole):
         load_trained(self.trained, Path(folder))
 
 
-def _columns_of(taken: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _in_host_memory(taken: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The values of each metric in all optimizer steps, in host memory. This waits for the device
     once."""
     if not taken:

@@ -4,7 +4,7 @@ Owns which slot keeps which conversation, and which tokens are in it. Does not k
 read, nor which requests run.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -29,13 +29,13 @@ class ConversationCache:
         self._kept: dict[int, _KeptTurn] = {}
         """By conversation; the one that was kept first comes first."""
 
-    def num_kept(self, conversation: int | None, token_ids: Sequence[int]) -> int:
+    def num_kept(self, conversation: int | None, token_ids: npt.NDArray[np.int64]) -> int:
         """The number of tokens at the beginning of `token_ids` that are kept. The last one never
         counts, because at least one token must be run."""
         if conversation is None or conversation not in self._kept:
             return 0
         kept_ids = self._kept[conversation].token_ids
-        ids = np.asarray(token_ids[:-1][: len(kept_ids)], dtype=np.int64)
+        ids = token_ids[:-1][: len(kept_ids)]
         differences = np.flatnonzero(ids != kept_ids[: len(ids)])
         if len(differences) > 0:
             return int(differences[0])

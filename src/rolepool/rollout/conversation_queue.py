@@ -6,7 +6,6 @@ for neither the engine nor a tool continue, and their requests join the batch.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from rolepool.data.tools import Outcome, ToolProcess
 from rolepool.rollout.engine import Completion, Request, Session
@@ -36,7 +35,7 @@ class ConversationQueue:
         self._changed.set()
         return await future
 
-    async def run(self, function: Callable[..., Any], *arguments: Any) -> Outcome:
+    async def run(self, function: Callable[..., object], *arguments: object) -> Outcome:
         """Call a function in the next process that is idle."""
         process = await self._idle_processes.get()
         try:
@@ -47,7 +46,7 @@ class ConversationQueue:
             self.errors.append(outcome.error)
         return outcome
 
-    async def serve(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+    async def serve(self, tasks: Sequence[asyncio.Task[object]]) -> None:
         """Run the engine until all tasks have ended. They run between its steps."""
         for task in tasks:
             task.add_done_callback(lambda _: self._changed.set())

@@ -1,9 +1,8 @@
 """Running the conversations of a batch at the same time over one engine."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,7 +10,7 @@ from rolepool.config import Config
 from rolepool.config.functions import import_environment
 from rolepool.config.model_keys import MultiTurnConfig
 from rolepool.data.tokenizer import load_tokenizer
-from rolepool.data.tools import ToolProcess, template_options
+from rolepool.data.tools import TemplateOptions, ToolProcess, template_options
 from rolepool.errors import DataError, RolepoolError, logger, one_line
 from rolepool.rollout.conversation_queue import ConversationQueue
 from rolepool.rollout.engine import Engine, Sampling, Session
@@ -29,7 +28,7 @@ class Conversations:
     limits: tuple[int, int]
     """The largest numbers of tokens of a prompt and of everything after it."""
     turns: MultiTurnConfig = field(default_factory=MultiTurnConfig)
-    template_options: Mapping[str, Any] = field(default_factory=dict)
+    template_options: TemplateOptions = field(default_factory=dict)
 
     def run(
         self, engine: Engine, sampling: Sampling, rows: Sequence[PromptRow], seeds: Sequence[int]

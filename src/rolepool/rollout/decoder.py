@@ -17,7 +17,7 @@ from rolepool.config.model_files import why_not_run
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.models.packing import on_device
 from rolepool.rollout.kv_cache import CacheShape, SlotCache
-from rolepool.rollout.tensor_parallel import TensorParallel
+from rolepool.rollout.tensor_parallel import HfConfig, HfModule, TensorParallel
 
 UNLIMITED = 2**30
 """The window of layers without a window: more tokens than any sequence has."""
@@ -70,7 +70,7 @@ class Projection:
 class Norm:
     """RMS norm over the last axis."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: HfModule) -> None:
         self.weight: Tensor = module.weight
         self.eps: float = module.variance_epsilon
 
@@ -81,7 +81,7 @@ class Norm:
 class Layer:
     """The weights of one layer."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: HfModule) -> None:
         attention = layer.self_attn
         mlp = layer.mlp
         self.input_norm = Norm(layer.input_layernorm)
@@ -104,7 +104,7 @@ class Decoder:
     kernels of `rollout.kernels`.
     """
 
-    def __init__(self, model: Any, parallel: TensorParallel, num_positions: int) -> None:
+    def __init__(self, model: HfModule, parallel: TensorParallel, num_positions: int) -> None:
         trunk = model.model
         attention = trunk.layers[0].self_attn
         self.num_positions = num_positions
@@ -382,7 +382,7 @@ def _group_alike(pieces: list[Piece]) -> list[list[Piece]]:
     return groups
 
 
-def refuse_unknown(model: Any) -> None:
+def refuse_unknown(model: HfModule) -> None:
     """Raise an error unless `Decoder` can run this kind of model, with plain linear layers."""
     if (reason := why_not_run("native", model.config.to_dict())) is not None:
         raise ConfigError(
@@ -401,7 +401,7 @@ def refuse_unknown(model: Any) -> None:
             raise RolepoolError(f"{problem}. Merge adapters into the weights first")
 
 
-def cache_shape(model: Any) -> CacheShape:
+def cache_shape(model: HfModule) -> CacheShape:
     """The shape of the cache for the model as it is now. A tensor-parallel rank holds only some of
     the heads."""
     attention = model.model.layers[0].self_attn
@@ -415,7 +415,7 @@ def cache_shape(model: Any) -> CacheShape:
     )
 
 
-def _window_of_layer(config: Any, index: int) -> int:
+def _window_of_layer(config: HfConfig, index: int) -> int:
     """Number of tokens that a token attends to, including itself. Mistral has a window in all
     layers or in none, Qwen in some layers, Llama never."""
     if config.model_type == "llama":
@@ -438,7 +438,7 @@ def _mask(positions_t: Tensor, length: int, window: int, dtype: torch.dtype) -> 
 
 
 @torch.no_grad()
-def join_weights(model: Any) -> None:
+def join_weights(model: HfModule) -> None:
     """Store weights that are applied to the same input in one tensor, so that they are used as one
     matrix. They stay separate parameters, which are still updated in place."""
     for layer in model.model.layers:

@@ -9,14 +9,14 @@ engine computes logits, how a token is chosen from them (`sampling`), nor how to
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from rolepool.errors import RolepoolError
-from rolepool.rollout.tensor_parallel import Shard, WeightStream
+from rolepool.rollout.tensor_parallel import HfModule, Shard, WeightStream
 from rolepool.weights.digests import Digest
 from rolepool.weights.receipts import Receipt
 
@@ -178,7 +178,7 @@ class StreamedEngine(Engine):
     shard: Shard | None = None
     """The part of the model that this rank has; None is all of it."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: HfModule) -> None:
         self.model = model
         self.version = 0
         self._asleep = False
@@ -223,7 +223,12 @@ class StreamedEngine(Engine):
     def wake(self) -> None:
         self._asleep = False
 
-    def completion(self, tokens: Any, log_probs: Any, stops: Container[int]) -> Completion:
+    def completion(
+        self,
+        tokens: Sequence[int] | npt.NDArray[np.int64],
+        log_probs: Sequence[float] | npt.NDArray[np.float32],
+        stops: Container[int],
+    ) -> Completion:
         """The completion of these numbers, which end with one of `stops` or at the limit of the
         request."""
         if not np.isfinite(log_probs).all():

@@ -6,31 +6,37 @@ conversations at the same time is in `conversations`.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rolepool.config.model_keys import MultiTurnConfig
-from rolepool.data.tools import Outcome
+from rolepool.data.tools import Outcome, TemplateOptions
 from rolepool.rollout.conversation_queue import ConversationQueue
 from rolepool.rollout.engine import Completion, Request
 from rolepool.seeds import derive_seed
 
-PromptRow = Mapping[str, Any]
-"""What a rollout function gets: `ROW_COLUMNS` and `ground_truth`."""
-ROW_COLUMNS = {
-    "prompt": "raw_prompt",
-    "prompt_ids": "raw_prompt_ids",
-    "data_source": "data_source",
-    "reward_model": "reward_model",
-    "extra_info": "extra_info",
-    "uid": "uid",
-    "origin": "origin",
-}
-"""The names of the entries of a row, and the columns of a batch that have them."""
+Message = dict[str, Any]
+"""A message of a chat, as chat templates read it."""
+
+
+class PromptRow(TypedDict):
+    """What a rollout function gets: a row of the data."""
+
+    prompt: str | list[Message]
+    prompt_ids: list[int]
+    """The tokens of the prompt."""
+    data_source: str
+    ground_truth: Any
+    """That of `reward_model`, or None."""
+    reward_model: dict[str, Any]
+    extra_info: dict[str, Any]
+    uid: str
+    origin: str
+    """The place of the row in its file, for error messages."""
 
 
 @dataclass
@@ -102,7 +108,7 @@ class Generate:
     seed: int
     max_response_length: int
     turns: MultiTurnConfig
-    template_options: Mapping[str, Any]
+    template_options: TemplateOptions
     """The options of the chat template."""
     stop_token_ids: Sequence[int]
     """The tokens that end a turn of the model."""
@@ -142,7 +148,7 @@ class Generate:
         return completion
 
     async def run(
-        self, trajectory: Trajectory, function: Callable[..., Any], *arguments: Any
+        self, trajectory: Trajectory, function: Callable[..., object], *arguments: object
     ) -> Outcome:
         """Call a function of a module in a process of its own, within the limits of the section
         `environment`. An error is returned, not raised, and counted."""

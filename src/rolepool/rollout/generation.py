@@ -9,7 +9,6 @@ token is chosen (`sampling`), nor where the cache and the weights come from (`na
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -63,10 +62,14 @@ class Machinery(NamedTuple):
     parallel: TensorParallel
 
 
+TokenIds = npt.NDArray[np.int64]
+
+
 class _Entry(NamedTuple):
     """A request that has not ended."""
 
-    request: Request
+    prompt: TokenIds
+    conversation: int | None
     num_new: int
     """The largest number of tokens that it samples."""
     stream: int
@@ -78,7 +81,7 @@ class _Prefill(NamedTuple):
     it."""
 
     start: int
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     numbers: list[int]
 
 
@@ -131,8 +134,10 @@ class Generation:
         numbers = range(first, first + len(requests))
         streams = seed_streams([request.seed for request in requests]).tolist()
         for number, request, stream in zip(numbers, requests, streams, strict=True):
+            # An array, which becomes a tensor without a copy of single numbers.
+            prompt = np.asarray(request.token_ids, dtype=np.int64)
             num_new = request.num_new(sampling)
-            self._entries[number] = _Entry(request, num_new, stream)
+            self._entries[number] = _Entry(prompt, request.conversation, num_new, stream)
         self._waiting.extend(numbers)
         self._num_submitted += len(requests)
         return numbers
@@ -174,16 +179,16 @@ class Generation:
     def _next_prefills(self) -> list[_Prefill]:
         """The prompts of the waiting requests that free slots take now."""
         num_free = self._num_slots - self._batch.num_running
-        numbers_of: dict[tuple[int, ...], list[int]] = {}
+        numbers_of: dict[bytes, list[int]] = {}  # by the tokens of the prompt
         for _ in range(min(len(self._waiting), num_free)):
             number = self._waiting.popleft()
-            prompt = tuple(self._entries[number].request.token_ids)
-            numbers_of.setdefault(prompt, []).append(number)
-        prefills = []
-        for prompt, numbers in numbers_of.items():
-            request = self._entries[numbers[0]].request
-            start = self._conversations.num_kept(request.conversation, request.token_ids)
-            prefills.append(_Prefill(start, prompt, numbers))
+            prompt = self._entries[number].prompt
+            numbers_of.setdefault(prompt.tobytes(), []).append(number)
+        prefills: list[_Prefill] = []
+        for numbers in numbers_of.values():
+            first = self._entries[numbers[0]]
+            start = self._conversations.num_kept(first.conversation, first.prompt)
+            prefills.append(_Prefill(start, first.prompt, numbers))
 
         def order(prefill: _Prefill) -> tuple[int, int]:
             # Prompts that continue after the same number of tokens are neighbours, because they are
@@ -207,7 +212,7 @@ class Generation:
                 numbers.append(number)
                 prompt_of_row.append(index)
         entries = [self._entries[number] for number in numbers]
-        lengths = [len(entry.request.token_ids) for entry in entries]
+        lengths = [len(entry.prompt) for entry in entries]
         slots = self._batch.enter(
             requests=numbers,
             prompt_lengths=lengths,
@@ -215,9 +220,8 @@ class Generation:
             streams=[entry.stream for entry in entries],
         )
         for prefill, entry, slot in zip(prefills, entries, slots, strict=False):
-            conversation = entry.request.conversation
-            if prefill.start > 0 and conversation is not None:
-                self._conversations.restore(conversation, slot, prefill.start)
+            if prefill.start > 0 and entry.conversation is not None:
+                self._conversations.restore(entry.conversation, slot, prefill.start)
         micro_batches = _split_prompts(prefills, self._schedule.max_num_batched_tokens)
         final = torch.cat([self._prefill(prefills, pieces, slots) for pieces in micro_batches])
         for row in range(len(prefills), len(numbers)):
@@ -229,11 +233,10 @@ class Generation:
         self, prefills: Sequence[_Prefill], pieces: list[Piece], slots: Sequence[int]
     ) -> Tensor:
         """Run pieces of prompts; the final states of prompts that end in this micro-batch."""
-        tokens = chain.from_iterable(
-            prefills[index].prompt[start : start + count] for index, start, count in pieces
-        )
-        # Through numpy, because `torch.tensor` takes ten times as long for a list.
-        tokens_t = on_device(torch.from_numpy(np.fromiter(tokens, np.int64)), self._decoder.device)
+        parts: list[TokenIds] = []
+        for index, start, count in pieces:
+            parts.append(prefills[index].prompt[start : start + count])
+        tokens_t = on_device(torch.from_numpy(np.concatenate(parts)), self._decoder.device)
         placed = [piece._replace(slot=slots[piece.slot]) for piece in pieces]
         final = self._decoder.prefill(self._cache, tokens_t, placed)
         # Only the last piece of a micro-batch may end before its prompt does.
@@ -296,11 +299,10 @@ class Generation:
     def _keep(self, number: int, slot: int, tokens: npt.NDArray[np.int64]) -> None:
         """Keep what was computed for the conversation of a request that has ended: all tokens
         except the last, which was sampled and not run."""
-        request = self._entries[number].request
-        if request.conversation is not None:
-            prompt_ids = np.asarray(request.token_ids, dtype=np.int64)
-            token_ids = np.concatenate([prompt_ids, tokens[:-1]])
-            self._conversations.keep(request.conversation, slot, token_ids)
+        entry = self._entries[number]
+        if entry.conversation is not None:
+            token_ids = np.concatenate([entry.prompt, tokens[:-1]])
+            self._conversations.keep(entry.conversation, slot, token_ids)
 
 
 def _split_prompts(prefills: Sequence[_Prefill], max_num_tokens: int) -> Iterator[list[Piece]]:

@@ -7,7 +7,6 @@ run when (`generation`), how a layer is computed (`decoder`), nor where new weig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from rolepool.rollout.engine import Completion, Request, Sampling, StreamedEngin
 from rolepool.rollout.generation import Generation, Machinery, Schedule
 from rolepool.rollout.kv_cache import DecodeBatch, SlotCache
 from rolepool.rollout.step_graphs import StepGraphs
-from rolepool.rollout.tensor_parallel import Shard, TensorParallel
+from rolepool.rollout.tensor_parallel import HfModule, Shard, TensorParallel
 
 _GPU_CHECK_INTERVAL = 8
 """Decode steps on a GPU between checks for finished sequences. The host waits for the GPU only at
@@ -50,7 +49,7 @@ def native_engine(
     model = shared_model
     shard = None
     if model is None:
-        loaded: Any = load_model()
+        loaded: HfModule = load_model()
         refuse_unknown(loaded)
         shard = Shard(loaded.config, context.dims.tp, context.tp_rank)
         # Before the model moves, so that a GPU never holds more than its shard.
@@ -112,7 +111,7 @@ class NativeEngine(StreamedEngine):
 
     def __init__(
         self,
-        model: Any,
+        model: HfModule,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         shared_weights: bool = False,

@@ -18,6 +18,11 @@ from rolepool.config.model_files import why_not_parallel
 from rolepool.errors import ConfigError, DataError, first_few
 from rolepool.weights.digests import Digest, Digests
 
+HfModule = Any
+"""A model of Hugging Face, or a part of one. mypy does not know its attributes."""
+HfConfig = Any
+"""The config of such a model."""
+
 _BY_OUTPUT = 0
 _BY_INPUT = 1
 
@@ -26,7 +31,7 @@ class Shard:
     """The part of a model that rank `rank` of `size` holds. Several ranks hold the same key-value
     head if there are fewer of these heads than ranks."""
 
-    def __init__(self, model_config: Any, size: int, rank: int) -> None:
+    def __init__(self, model_config: HfConfig, size: int, rank: int) -> None:
         num_heads = model_config.num_attention_heads
         num_kv_heads = model_config.num_key_value_heads
         problem = why_not_parallel(num_heads, num_kv_heads, model_config.intermediate_size, size)

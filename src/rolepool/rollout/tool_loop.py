@@ -8,7 +8,7 @@ sampled. Does not know how tools run (`data.tools`), nor how an engine generates
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,13 @@ from rolepool.config import Config
 from rolepool.config.functions import import_object
 from rolepool.data import tools
 from rolepool.data.tokenizer import render_chat, tokenize
-from rolepool.data.tools import Outcome
+from rolepool.data.tools import Outcome, TemplateOptions
 from rolepool.errors import DataError, one_line
 from rolepool.rollout.conversation_queue import ConversationQueue
-from rolepool.rollout.environments import Generate, PromptRow, Trajectory
+from rolepool.rollout.environments import Generate, Message, PromptRow, Trajectory
 
-ToolCalls = Iterable[tuple[str, dict[str, Any]]]
+ToolArguments = dict[str, Any]
+ToolCalls = Iterable[tuple[str, ToolArguments]]
 """The names and arguments of tool calls."""
 
 
@@ -120,13 +121,18 @@ class ToolLoop:
         return outcomes
 
 
-def _reset_arguments(row: PromptRow) -> dict[str, Any]:
+def _reset_arguments(row: PromptRow) -> ToolArguments:
     """What `reset` gets: the entries of extra_info, and columns, which win."""
-    columns = ("prompt", "data_source", "ground_truth", "extra_info")
-    return {**row["extra_info"], **{name: row[name] for name in columns}}
+    return {
+        **row["extra_info"],
+        "prompt": row["prompt"],
+        "data_source": row["data_source"],
+        "ground_truth": row["ground_truth"],
+        "extra_info": row["extra_info"],
+    }
 
 
-def _message(name: str, outcome: Outcome, limit: int) -> dict[str, Any]:
+def _message(name: str, outcome: Outcome, limit: int) -> Message:
     """What the model reads of an outcome, at most about `limit` characters."""
     if outcome.error is None:
         text = str(outcome.value)
@@ -141,14 +147,13 @@ def _message(name: str, outcome: Outcome, limit: int) -> dict[str, Any]:
 def _prompt_with(row: PromptRow, observation: str, generate: Generate) -> list[int]:
     """The tokens of the prompt with an observation at the end of its last message."""
     prompt = row["prompt"]
-    is_chat = not isinstance(prompt, str)
-    if is_chat:
-        *earlier, last = prompt
-        longer = [*earlier, {**last, "content": last["content"] + observation}]
-    else:
-        longer = prompt + observation
-    text = render_chat(generate.tokenizer, longer, row["origin"], **generate.template_options)
-    return next(tokenize(generate.tokenizer, [{"is_chat": is_chat, "text": text}]))
+    if isinstance(prompt, str):
+        text = prompt + observation
+        return next(tokenize(generate.tokenizer, [{"is_chat": False, "text": text}]))
+    *earlier, last = prompt
+    chat = [*earlier, {**last, "content": last["content"] + observation}]
+    text = render_chat(generate.tokenizer, chat, row["origin"], **generate.template_options)
+    return next(tokenize(generate.tokenizer, [{"is_chat": True, "text": text}]))
 
 
 @dataclass
@@ -160,7 +165,7 @@ class _Instance:
     state: bytes | None = None
     """The pickled instance; None before its first call."""
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> Outcome:
+    async def call(self, name: str, arguments: ToolArguments) -> Outcome:
         """Call a method. If it fails, the instance is as it was before."""
         outcome = await self.queue.run(
             tools.call_method, self.environment, self.state, name, arguments
@@ -173,9 +178,9 @@ class _Instance:
 
 def added_tokens(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
+    messages: list[Message],
     origin: str,
-    options: Mapping[str, Any],
+    options: TemplateOptions,
     stop_token_ids: Sequence[int] = (),
 ) -> list[int]:
     """The tokens that a template writes after a turn of the model, which ended with one of the stop

@@ -21,6 +21,7 @@ from rolepool.protocol.part_times import part, work_of
 from rolepool.protocol.worker import WorkerContext
 from rolepool.rollout.engine import Completion, Request, Sampling, StreamedEngine
 from rolepool.rollout.sampling import choose, seed_streams
+from rolepool.rollout.tensor_parallel import HfModule
 
 
 def transformers_engine(
@@ -37,7 +38,7 @@ def transformers_engine(
     # Modules of its own with the same tensors, because the trainer's modules may only run packed
     # rows.
     tensors = chain(shared_model.parameters(), shared_model.buffers())
-    model: Any = copy.deepcopy(shared_model, {id(tensor): tensor for tensor in tensors})
+    model: HfModule = copy.deepcopy(shared_model, {id(tensor): tensor for tensor in tensors})
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     return TransformersEngine(model, max_num_seqs, shared_weights=True)
 
@@ -46,7 +47,7 @@ class TransformersEngine(StreamedEngine):
     """Generates with `model`, a causal language model of transformers, at most `max_num_seqs`
     sequences at a time."""
 
-    def __init__(self, model: Any, max_num_seqs: int, shared_weights: bool = False) -> None:
+    def __init__(self, model: HfModule, max_num_seqs: int, shared_weights: bool = False) -> None:
         super().__init__(model.eval())
         self.shared_weights = shared_weights
         self.max_num_seqs = max_num_seqs

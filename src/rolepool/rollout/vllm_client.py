@@ -39,6 +39,9 @@ START_TIMEOUT_S = 1800.0
 something else."""
 _END_TIMEOUT_S = 10.0
 
+PlainDigests = dict[str, tuple[str, tuple[int, ...], int]]
+"""The digests of tensors as they come from the process: dtype, shape and number."""
+
 
 class VllmClient:
     """A process that `python`, the Python of vLLM's environment, runs. It is started at once, and
@@ -51,7 +54,7 @@ class VllmClient:
     def __init__(
         self,
         python: str,
-        arguments: Mapping[str, Any],
+        arguments: Mapping[str, object],
         group: tuple[int, int, int] = (0, 1, 0),
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
@@ -91,7 +94,7 @@ class VllmClient:
             )
         return f"waiting for vLLM to start ({took_s:.0f} s)"
 
-    def ask(self, name: str, *arguments: Any) -> Any:
+    def ask(self, name: str, *arguments: object) -> Any:
         """The answer to a call. The first call waits until vLLM has started."""
         while self.await_start(self._timeout_s) is not None:
             pass

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -29,8 +28,8 @@ from rolepool.placement import ParallelDims, Role
 from rolepool.placement.estimate import BF16, cache_room, generation_memory, shape_of
 from rolepool.protocol.worker import WorkerContext
 from rolepool.rollout.engine import ABILITIES, Completion, Request, Sampling, StreamedEngine
-from rolepool.rollout.tensor_parallel import TensorParallel
-from rolepool.rollout.vllm_client import START_TIMEOUT_S, VllmClient
+from rolepool.rollout.tensor_parallel import HfModule, TensorParallel
+from rolepool.rollout.vllm_client import START_TIMEOUT_S, PlainDigests, VllmClient
 from rolepool.units import show_bytes
 from rolepool.weights.digests import Digest, digests_of
 from rolepool.weights.receipts import Receipt, WeightsDifferError, differences_between
@@ -93,14 +92,14 @@ def vllm_engine(
 
 def start_vllm(
     python: str,
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, object],
     gpu: str | None = None,
     group: tuple[int, int, int] = (0, 1, 0),
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> VllmClient:
     """Start vLLM with what rolepool relies on in addition to `arguments`, and do not wait for it.
     With `gpu`, the name of a device, new weights will come as handles of its memory."""
-    needed: dict[str, Any] = dict(_FIXED_ARGUMENTS)
+    needed: dict[str, object] = dict(_FIXED_ARGUMENTS)
     if gpu is not None:
         needed["weight_transfer_config"] = {"backend": "ipc"}
     return VllmClient(python, {**arguments, **needed}, group, start_timeout_s)
@@ -239,14 +238,14 @@ class VllmEngine(StreamedEngine):
                 converted[name] = weight
         return known | digests_of(converted.items())
 
-    def _send_file(self, weights: dict[str, Tensor]) -> dict[str, Any]:
+    def _send_file(self, weights: dict[str, Tensor]) -> PlainDigests:
         """Pass weights on as a file in shared memory. Returns the digests of what vLLM read."""
         with tempfile.NamedTemporaryFile(dir=_SHARED_MEMORY, prefix="rolepool_weights_") as file:
             save_file(weights, file.name)
-            digests: dict[str, Any] = self.ask("update", file.name)
+            digests: PlainDigests = self.ask("update", file.name)
         return digests
 
-    def _send_handles(self, weights: dict[str, Tensor], gpu: str) -> dict[str, Any]:
+    def _send_handles(self, weights: dict[str, Tensor], gpu: str) -> PlainDigests:
         """Pass weights on as handles of the GPU memory in which they are. Returns the digests of
         what vLLM sees there."""
         uuid = str(torch.cuda.get_device_properties(gpu).uuid)
@@ -255,7 +254,7 @@ class VllmEngine(StreamedEngine):
         # process opens it twice, for vLLM and for the digests, so it gets two handles.
         for_vllm = {name: _handle_of(weight, uuid) for name, weight in weights.items()}
         for_digests = {name: _handle_of(weight, uuid)[-1] for name, weight in weights.items()}
-        digests: dict[str, Any] = self.ask("update_by_handles", for_vllm, for_digests)
+        digests: PlainDigests = self.ask("update_by_handles", for_vllm, for_digests)
         return digests
 
     def sleep(self) -> None:
@@ -276,7 +275,7 @@ class _Session:
         self._engine = engine
         self._sampling = sampling
         self._stops = [] if sampling.ignore_eos else list(sampling.stop_token_ids)
-        self._settings: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": self._stops}
+        self._settings: dict[str, object] = {"temperature": 0.0, "stop_token_ids": self._stops}
         if not sampling.is_greedy:
             self._settings["temperature"] = sampling.temperature
             self._settings["top_p"] = sampling.top_p
@@ -306,7 +305,7 @@ class _Session:
         ]
 
 
-def file_weights(model: Any) -> dict[str, Tensor]:
+def file_weights(model: HfModule) -> dict[str, Tensor]:
     """The weights of a model under the names in its files, which vLLM knows. In transformers some
     have other names, and the experts of a layer are one tensor."""
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -314,7 +313,7 @@ def file_weights(model: Any) -> dict[str, Tensor]:
     return {name: weight.contiguous() for name, weight in converted.items()}
 
 
-def _handle_of(weight: Tensor, uuid: str) -> tuple[str, list[int], dict[str, Any]]:
+def _handle_of(weight: Tensor, uuid: str) -> tuple[str, list[int], dict[str, object]]:
     """What vLLM's interface for CUDA IPC is told about a tensor: dtype, shape, and the handle of
     its memory by GPU."""
     _, handle = reduce_tensor(weight)

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,11 +31,16 @@ _SLEEP_TAGS = {"weights", "kv_cache"}
 _OTHERS_ALLOCATED = "Memory usage increased after sleeping"
 _LONGEST_SUMMARY = 500
 
+PlainDigests = dict[str, tuple[str, tuple[int, ...], int]]
+"""The digests of tensors as plain data: dtype, shape and number."""
+Handle = dict[str, tuple[object, ...]]
+"""The handle of a tensor's memory, by the id of its GPU."""
+
 
 class Server:
     """The calls that can be made."""
 
-    def start(self, arguments: dict[str, Any], rank: int, size: int, port: int) -> None:
+    def start(self, arguments: dict[str, object], rank: int, size: int, port: int) -> None:
         """The first call. The others need what it makes."""
 
         class OneOfGroup(ExecutorWithExternalLauncher):  # type: ignore[misc]  # mypy cannot see the base
@@ -43,7 +49,7 @@ class Server:
             def _distributed_args(self) -> tuple[str, int, int]:
                 return f"tcp://127.0.0.1:{port}", rank, 0
 
-        executor: Any = OneOfGroup if size > 1 else "uni"
+        executor: object = OneOfGroup if size > 1 else "uni"
         self._llm = LLM(
             **arguments, tensor_parallel_size=size, distributed_executor_backend=executor
         )
@@ -56,7 +62,7 @@ class Server:
         if "weight_transfer_config" in arguments:
             self._llm.init_weight_transfer_engine({"init_info": {}})
 
-    def submit(self, requests: Sequence[tuple[int, list[int], dict[str, Any]]]) -> None:
+    def submit(self, requests: Sequence[tuple[int, list[int], dict[str, object]]]) -> None:
         """Add requests: the number of each, its prompt and its settings."""
         common = {
             "logprobs": 0,  # of the sampled token only
@@ -88,7 +94,7 @@ class Server:
     def abort(self, numbers: Sequence[int]) -> None:
         self._engine.abort_request([str(number) for number in numbers])
 
-    def update(self, file: str) -> dict[str, tuple[Any, ...]]:
+    def update(self, file: str) -> PlainDigests:
         """Take all weights from a safetensors file, and drop what was computed with the old ones.
         Returns the digests of what was in the file. vLLM joins weights when it loads them, so
         nobody can compare what it has then."""
@@ -96,14 +102,14 @@ class Server:
         # The worker runs in this process.
         (digests,) = self._llm.collective_rpc(_reload, args=(file,))
         self._llm.reset_prefix_cache()
-        received: dict[str, tuple[Any, ...]] = digests
+        received: PlainDigests = digests
         return received
 
     def update_by_handles(
         self,
-        weights: dict[str, tuple[str, list[int], dict[str, Any]]],
-        for_digests: dict[str, dict[str, Any]],
-    ) -> dict[str, tuple[Any, ...]]:
+        weights: dict[str, tuple[str, list[int], Handle]],
+        for_digests: dict[str, Handle],
+    ) -> PlainDigests:
         """The same with the dtype, the shape and the memory of each weight, for vLLM's interface
         for CUDA IPC. `for_digests` has further handles of the same memory, because each handle may
         be opened once only."""
@@ -145,7 +151,7 @@ class Server:
                 self._asleep.remove(tag)
 
 
-def _reload(worker: Any, file: str) -> dict[str, tuple[Any, ...]]:
+def _reload(worker: Any, file: str) -> PlainDigests:
     weights = load_file(file)
     digests = _digests_of(weights.items())
     worker.model_runner.reload_weights(weights_iterator=iter(weights.items()))
@@ -156,7 +162,7 @@ def _reload(worker: Any, file: str) -> dict[str, tuple[Any, ...]]:
     return digests
 
 
-def _opened(handle: dict[str, Any]) -> torch.Tensor:
+def _opened(handle: Handle) -> torch.Tensor:
     """The tensor in the GPU memory of a handle, as vLLM opens it."""
     (arguments,) = map(list, handle.values())
     arguments[6] = torch.cuda.current_device()  # the index of the GPU may differ in the sender
@@ -164,7 +170,7 @@ def _opened(handle: dict[str, Any]) -> torch.Tensor:
     return tensor
 
 
-def _digests_of(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[Any, ...]]:
+def _digests_of(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> PlainDigests:
     """The digests of tensors as plain data, because the classes of this process are not those of
     the engine."""
     digests = _load_digests().digests_of(named_tensors)
@@ -172,10 +178,12 @@ def _digests_of(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, 
 
 
 @functools.cache
-def _load_digests() -> Any:
+def _load_digests() -> ModuleType:
     """rolepool's module `digests`, which needs nothing else of rolepool."""
     file = Path(__file__).parents[1] / "weights" / "digests.py"
-    spec: Any = importlib.util.spec_from_file_location("rolepool_digests", file)
+    spec = importlib.util.spec_from_file_location("rolepool_digests", file)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

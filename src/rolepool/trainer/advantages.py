@@ -7,14 +7,20 @@ critic's update starts. Columns are ragged outside of this module, and padded to
 response here, because the algorithms take padded tensors.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.advantages import KLController, apply_kl_penalty, compute_advantage
+from rolepool.algorithm.advantages import (
+    GroupIndex,
+    KLController,
+    apply_kl_penalty,
+    compute_advantage,
+)
 from rolepool.algorithm.losses import LossCounts, agg_loss, compute_explained_variance
 from rolepool.cluster import next_call_number
 from rolepool.config import Config
@@ -24,7 +30,12 @@ from rolepool.data.rewards import NUMBERS, PRED
 from rolepool.errors import ConfigError
 from rolepool.metrics.spans import Span, driver_span
 from rolepool.protocol import DataProto, DataProtoFuture, pad_ragged, unpad
-from rolepool.protocol.columns import ENVIRONMENT_SCORE, RESPONSE_MASK, TURN_SCORES, sampled_mask
+from rolepool.protocol.batches import Estimates, Scores, Sizes
+from rolepool.protocol.columns import sampled_mask
+
+PER_TOKEN = ("values", "old_log_probs", "ref_log_prob")
+"""What roles compute for each response token and an estimate needs."""
+Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -33,9 +44,9 @@ class Estimated:
 
     batch: DataProto
     """Ragged advantages and returns."""
-    sizes: DataProto
-    """The numbers of prompt and response tokens."""
+    sizes: Sizes
     scored: DataProto
+    """What the reward returned."""
     tensors: dict[str, Tensor]
     """Padded, [rows, longest response]: token_level_scores and _rewards, advantages, returns, and
     values if any."""
@@ -49,14 +60,10 @@ class Estimated:
     @property
     def lengths(self) -> list[int]:
         """The number of tokens of each row."""
-        return sum(self.sizes.batch[key] for key in SIZES).tolist()  # type: ignore[no-any-return]
-
-
-SIZES = ("num_prompt_tokens", "num_response_tokens")
-TURN_COUNTS = ("num_turns", "num_tool_calls", "num_tool_errors")
-OF_TURNS = (RESPONSE_MASK, TURN_SCORES, ENVIRONMENT_SCORE, *TURN_COUNTS)
-"""The columns of rollouts with several turns."""
-PER_TOKEN = ("values", "old_log_probs", "ref_log_prob")
+        num_tokens: list[int] = (
+            self.sizes.num_prompt_tokens + self.sizes.num_response_tokens
+        ).tolist()
+        return num_tokens
 
 
 class Estimator:
@@ -64,7 +71,8 @@ class Estimator:
     step."""
 
     def __init__(self, config: Config) -> None:
-        self.config, keys = config, config.algorithm
+        keys = config.algorithm
+        self.config = config
         self.kl_controller = KLController(keys.kl_ctrl)
         self.needs = adv_estimators.needs_of(keys.adv_estimator)
         if "values" in self.needs and not config.uses_critic:
@@ -82,117 +90,133 @@ class Estimator:
     ) -> Estimated:
         """Advantages and returns. `per_token` are the critic's values, and the log-probs of actor
         and reference if a KL penalty needs them."""
-        sizes, scored = rollouts.get(keys=(*SIZES, *OF_TURNS)), scores.get()
-        lengths: Tensor = sizes.batch["num_response_tokens"]
-        mask = sampled_mask(sizes.batch, lengths)
-        tensors = {"token_level_scores": token_level_scores(sizes, scored, mask.shape[1])}
-        for future in (future for future in per_token if future is not None):
-            columns = future.get(keys=PER_TOKEN).batch
-            tensors.update({key: pad_ragged(column) for key, column in columns.items()})
-        of_greedy = None
-        if baselines is not None:  # one for each prompt, whose samples are next to each other
-            scores_of_prompts = baselines.get(keys=["scores"]).batch["scores"]
-            of_greedy = scores_of_prompts.repeat_interleave(len(prompts) // len(scores_of_prompts))
-        given = (rollouts, scores, baselines, *per_token)
-        after = tuple(
-            call.number for future in given if future is not None for call in future.calls
+        sizes = Sizes.of(rollouts.get(keys=Sizes.names()))
+        scored: DataProto = scores.get()
+        mask = sampled_mask(sizes.response_mask, sizes.num_response_tokens)
+        at_tokens = token_level_scores(sizes, Scores.of(scored).scores, width=mask.shape[1])
+        tensors = {"token_level_scores": at_tokens}
+        for future in per_token:
+            if future is not None:
+                columns = future.get(keys=PER_TOKEN).batch
+                tensors.update({name: pad_ragged(column) for name, column in columns.items()})
+        of_greedy: Tensor | None = None
+        if baselines is not None:
+            of_prompts = Scores.of(baselines.get(keys=["scores"])).scores
+            # The samples of a prompt are next to each other.
+            of_greedy = of_prompts.repeat_interleave(len(prompts) // len(of_prompts))
+
+        waited_for: list[int] = []
+        for future in (rollouts, scores, baselines, *per_token):
+            if future is not None:
+                waited_for += [call.number for call in future.calls]
+        with driver_span("adv", next_call_number(), tuple(waited_for)) as ended:
+            uids = prompts.non_tensor_batch["uid"]
+            metrics = self._estimate(uids, tensors, mask, of_greedy)
+            estimates = Estimates(
+                advantages=unpad(tensors["advantages"], sizes.num_response_tokens),
+                returns=unpad(tensors["returns"], sizes.num_response_tokens),
+            ).to_proto()
+        return Estimated(
+            batch=estimates,
+            sizes=sizes,
+            scored=scored,
+            tensors=tensors,
+            metrics=metrics,
+            mask=mask,
+            config=self.config,
+            span=ended(),
         )
-        with driver_span("adv", next_call_number(), after) as ended:
-            metrics = self._estimate(prompts.non_tensor_batch["uid"], tensors, mask, of_greedy)
-            made = DataProto.from_dict(
-                {key: unpad(tensors[key], lengths) for key in ("advantages", "returns")}
-            )
-        return Estimated(made, sizes, scored, tensors, metrics, mask, self.config, ended())
 
     def _estimate(
-        self, uids: Any, tensors: dict[str, Tensor], mask: Tensor, baselines: Tensor | None
+        self,
+        uids: GroupIndex,
+        tensors: dict[str, Tensor],
+        mask: Tensor,
+        baselines: Tensor | None,
     ) -> dict[str, float]:
-        """Add token_level_rewards, advantages and returns to the tensors."""
-        keys, metrics = self.config.algorithm, dict[str, float]()
+        """Add token_level_rewards, advantages and returns to the tensors. Returns metrics."""
+        keys = self.config.algorithm
+        metrics: dict[str, float] = {}
         rewards = tensors["token_level_scores"]
         if keys.use_kl_in_reward:
             coefficient = self.kl_controller.value
-            log_probs = tensors["old_log_probs"], tensors["ref_log_prob"]
             rewards, current_kl = apply_kl_penalty(
-                rewards, *log_probs, mask, coefficient, keys.kl_penalty
+                scores=rewards,
+                old_log_probs=tensors["old_log_probs"],
+                ref_log_prob=tensors["ref_log_prob"],
+                response_mask=mask,
+                kl_coef=coefficient,
+                kl_penalty=keys.kl_penalty,
             )
             self.kl_controller.update(float(current_kl), len(mask))
-            metrics |= {
-                "actor/reward_kl_penalty": float(current_kl),
-                "actor/reward_kl_penalty_coeff": coefficient,
-            }
-        settings = keys.model_dump(include={"gamma", "lam", "norm_adv_by_std_in_grpo"})
-        inputs = {"values": tensors.get("values"), "index": uids, "reward_baselines": baselines}
+            metrics["actor/reward_kl_penalty"] = float(current_kl)
+            metrics["actor/reward_kl_penalty_coeff"] = coefficient
         advantages, returns = compute_advantage(
-            keys.adv_estimator, rewards, mask, config=keys, **settings, **inputs
+            keys.adv_estimator,
+            rewards,
+            mask,
+            config=keys,
+            gamma=keys.gamma,
+            lam=keys.lam,
+            norm_adv_by_std_in_grpo=keys.norm_adv_by_std_in_grpo,
+            values=tensors.get("values"),
+            index=uids,
+            reward_baselines=baselines,
         )
-        tensors.update(token_level_rewards=rewards, advantages=advantages, returns=returns)
+        tensors["token_level_rewards"] = rewards
+        tensors["advantages"] = advantages
+        tensors["returns"] = returns
         return metrics
 
 
-def token_level_scores(rollouts: DataProto, scored: DataProto, num_tokens: int) -> Tensor:
-    """[rows, num_tokens]: the score of each row at its last token, which the policy sampled. What
-    an environment gave for single turns is at their last tokens."""
-    scores, columns = scored.batch["scores"], rollouts.batch
-    is_last = torch.arange(num_tokens) == columns["num_response_tokens"][:, None] - 1
-    if TURN_SCORES not in columns:
+def token_level_scores(sizes: Sizes, scores: Tensor, width: int) -> Tensor:
+    """[rows, width]: the score of each row at its last token, which the policy sampled. What an
+    environment gave for single turns is at their last tokens."""
+    is_last = torch.arange(width) == sizes.num_response_tokens[:, None] - 1
+    if sizes.turn_scores is None or sizes.environment_score is None:
         return torch.where(is_last, scores[:, None], 0.0)
-    others = scores - columns[ENVIRONMENT_SCORE].nan_to_num()
-    return pad_ragged(columns[TURN_SCORES]) + torch.where(is_last, others[:, None], 0.0)
+    others = scores - sizes.environment_score.nan_to_num()
+    return pad_ragged(sizes.turn_scores) + torch.where(is_last, others[:, None], 0.0)
+
+
+# Metrics
 
 
 def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
     """Score, reward, advantage, return, value, length and entropy metrics of the batch, by verl's
-    definitions.
+    definitions. `scored` has the sums of entropies, and log-probs if they are compared.
 
     A response without tokens is called aborted; its score and reward do not count. If all responses
     are aborted, there are no metrics of scores, rewards, advantages, returns, values and log-probs.
     """
-    tensors, mask, sizes = estimated.tensors, estimated.mask, estimated.sizes.batch
-    num_prompt, num_response = (sizes[key] for key in SIZES)
-    num_sampled = mask.sum(dim=1)
-    data_keys, actor_keys = estimated.config.data, estimated.config.actor_rollout_ref.actor
-    is_aborted = num_sampled == 0
-    is_full = num_response >= data_keys.max_response_length
-    lengths = {
-        "response_length": (num_sampled, is_full),
-        "response_length_non_aborted": (num_sampled[~is_aborted], is_full[~is_aborted]),
-        "prompt_length": (num_prompt, num_prompt >= data_keys.max_prompt_length),
+    sizes = estimated.sizes
+    tensors = estimated.tensors
+    mask = estimated.mask
+    is_aborted = mask.sum(dim=1) == 0
+    metrics = {
+        "actor/entropy": _entropy(estimated, scored.batch["entropy_sums"]),
+        "response/aborted_ratio": float(is_aborted.float().mean()),
+        "perf/total_num_tokens": float((sizes.num_prompt_tokens + sizes.num_response_tokens).sum()),
     }
     columns = {
-        "critic/score": estimated.scored.batch["scores"][~is_aborted],
+        "critic/score": Scores.of(estimated.scored).scores[~is_aborted],
         "critic/rewards": tensors["token_level_rewards"].sum(dim=1)[~is_aborted],
         "critic/advantages": tensors["advantages"][mask],
         "critic/returns": tensors["returns"][mask],
-        **{name: numbers for name, (numbers, _) in lengths.items()},
-        **{name: sizes[name] for name in TURN_COUNTS if name in sizes},
     }
-    if RESPONSE_MASK in sizes:
-        columns["environment_length"] = num_response - num_sampled
-    # All modes aggregate the sums or means of rows, so each token can stand for the mean of its
-    # row.
-    entropies = (scored.batch["entropy_sums"] / num_sampled.clamp(min=1))[:, None].expand(
-        mask.shape
-    )
-    scale = actor_keys.loss_scale_factor
-    counts = LossCounts.of(mask, data_keys.max_response_length if scale is None else scale)
-    metrics = {
-        "actor/entropy": float(agg_loss(entropies, mask, actor_keys.loss_agg_mode, counts=counts)),
-        "response/aborted_ratio": float(is_aborted.float().mean()),
-        "perf/total_num_tokens": float((num_prompt + num_response).sum()),
-    }
-    for name, (_, is_clipped) in lengths.items():
+    for name, lengths, is_clipped in _lengths(estimated):
+        columns[name] = lengths
         if len(is_clipped):
             metrics[f"{name}/clip_ratio"] = float(is_clipped.float().mean())
-    has_tokens = not bool(is_aborted.all())
-    if "values" in tensors and has_tokens:
-        values = tensors["values"]
-        columns["critic/values"] = values[mask]
-        metrics["critic/vf_explained_var"] = float(
-            compute_explained_variance(tensors["returns"], values, mask)
-        )
-    if "rollout_log_probs" in scored.batch and has_tokens:
-        metrics.update(_probs_diff(scored, mask))
+    columns.update(_turns(estimated))
+    if not bool(is_aborted.all()):
+        if "values" in tensors:
+            values = tensors["values"]
+            columns["critic/values"] = values[mask]
+            explained = compute_explained_variance(tensors["returns"], values, mask)
+            metrics["critic/vf_explained_var"] = float(explained)
+        if "rollout_log_probs" in scored.batch:
+            metrics.update(_probs_diff(scored, mask))
     for name, column in columns.items():
         if not len(column):  # all responses are aborted, so there is no score and no advantage
             continue
@@ -204,16 +228,63 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
     return metrics
 
 
+def _entropy(estimated: Estimated, entropy_sums: Tensor) -> float:
+    """The mean entropy of sampled tokens, in the mode in which the actor's loss is aggregated."""
+    keys = estimated.config.actor_rollout_ref.actor
+    mask = estimated.mask
+    # All modes aggregate the sums or means of rows, so each token can stand for the mean of its
+    # row.
+    of_rows = entropy_sums / mask.sum(dim=1).clamp(min=1)
+    of_tokens = of_rows[:, None].expand(mask.shape)
+    scale = keys.loss_scale_factor
+    if scale is None:
+        scale = estimated.config.data.max_response_length
+    counts = LossCounts.of(mask, scale)
+    return float(agg_loss(of_tokens, mask, keys.loss_agg_mode, counts=counts))
+
+
+def _lengths(estimated: Estimated) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The names of lengths, the lengths, and which of them are as long as the config allows."""
+    keys = estimated.config.data
+    sizes = estimated.sizes
+    num_sampled = estimated.mask.sum(dim=1)
+    is_aborted = num_sampled == 0
+    is_full = sizes.num_response_tokens >= keys.max_response_length
+    yield "response_length", num_sampled, is_full
+    yield "response_length_non_aborted", num_sampled[~is_aborted], is_full[~is_aborted]
+    num_prompt = sizes.num_prompt_tokens
+    yield "prompt_length", num_prompt, num_prompt >= keys.max_prompt_length
+
+
+def _turns(estimated: Estimated) -> dict[str, Tensor]:
+    """What only conversations of several turns have."""
+    sizes = estimated.sizes
+    columns = {
+        "num_turns": sizes.num_turns,
+        "num_tool_calls": sizes.num_tool_calls,
+        "num_tool_errors": sizes.num_tool_errors,
+    }
+    if sizes.response_mask is not None:
+        num_sampled = estimated.mask.sum(dim=1)
+        columns["environment_length"] = sizes.num_response_tokens - num_sampled
+    return {name: column for name, column in columns.items() if column is not None}
+
+
 def _probs_diff(scored: DataProto, mask: Tensor) -> dict[str, float]:
     """How far apart the probabilities of sampled tokens are that rollout and actor compute."""
-    of_tokens = (pad_ragged(scored.batch[f"{key}_log_probs"])[mask] for key in ("rollout", "old"))
-    rollout, actor = (log_probs.double().exp() for log_probs in of_tokens)
-    apart = (rollout - actor).abs()
-    found = {"mean": apart.mean(), "max": apart.max(), "std": apart.std()}
-    return {f"training/rollout_probs_diff_{name}": float(value) for name, value in found.items()}
+
+    def probs_of(name: str) -> Tensor:
+        return pad_ragged(scored.batch[name])[mask].double().exp()
+
+    apart = (probs_of("rollout_log_probs") - probs_of("old_log_probs")).abs()
+    return {
+        "training/rollout_probs_diff_mean": float(apart.mean()),
+        "training/rollout_probs_diff_max": float(apart.max()),
+        "training/rollout_probs_diff_std": float(apart.std()),
+    }
 
 
-def reward_numbers(scored: DataProto) -> dict[str, Any]:
+def reward_numbers(scored: DataProto) -> dict[str, Numbers]:
     """The numbers besides the score, as arrays by name. A row that has no number of a name has NaN.
 
     Those that a reward function returned are `reward/NAME`; a role of the user may return any
@@ -221,10 +292,16 @@ def reward_numbers(scored: DataProto) -> dict[str, Any]:
     """
     columns = dict(scored.non_tensor_batch)
     columns.pop(PRED, None)
-    rows = columns.pop(NUMBERS, ())
-    names = sorted({name for row in rows for name in row})
-    arrays = {f"reward/{name}": np.array([row.get(name, np.nan) for row in rows]) for name in names}
-    return {**arrays, **{name: column.astype(float) for name, column in columns.items()}}
+    of_rows: list[Mapping[str, float]] = list(columns.pop(NUMBERS, ()))
+    names: set[str] = set()
+    for numbers in of_rows:
+        names.update(numbers)
+    arrays: dict[str, Numbers] = {}
+    for name in sorted(names):
+        arrays[f"reward/{name}"] = np.array([numbers.get(name, np.nan) for numbers in of_rows])
+    for name, column in columns.items():
+        arrays[name] = column.astype(float)
+    return arrays
 
 
 def repeated(prompts: DataProto, num_samples: int) -> DataProto:
