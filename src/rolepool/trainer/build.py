@@ -167,7 +167,7 @@ def check_inputs(config: Config, plan: Plan, reward: Reward | None = None) -> In
     Raises ConfigError, before a process starts, if a model, function or class cannot be loaded.
     """
     policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    sections = dict.fromkeys(ROLE_SPECS[role].model for role in plan.roles)
+    sections: dict[str, None] = dict.fromkeys(ROLE_SPECS[role].model for role in plan.roles)
     models = {section: read_model_config(config, section) for section in sections}
     for role in plan.roles:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
