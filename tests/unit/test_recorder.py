@@ -73,7 +73,7 @@ def made() -> list[str]:
 @pytest.fixture
 def roles(made: list[str]) -> Roles:
     names = (Role.Actor, Role.Rollout, Role.Critic, Role.RewardModel)
-    proxies = {name: Calls(made, name) for name in names}
+    proxies: dict[str, Any] = {name: Calls(made, name) for name in names}
     return Roles(proxies, Weights(made))
 
 

@@ -12,8 +12,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
-from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded
-from rolepool.placement.roles import FIRST_OPERATION
+from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, may_begin_step
 
 NONE = -1
 """The position of a span that does not exist."""
@@ -60,6 +59,20 @@ class Cause(NamedTuple):
     """When that one had ended."""
 
 
+class _Call(NamedTuple):
+    """A call on one pool. Its number does not identify it, because a resumed run numbers its calls
+    from 0 again."""
+
+    number: int
+    pool: str
+    step: int
+    operation: str
+
+
+def _start_and_end(recorded: Recorded) -> tuple[float, float]:
+    return recorded.span.start_s, recorded.span.end_s
+
+
 class Timeline(list[Recorded]):
     """Spans in the order of their starts, with an index. Build it once to ask the functions below
     about many steps.
@@ -69,15 +82,8 @@ class Timeline(list[Recorded]):
     """
 
     def __init__(self, spans: Iterable[Recorded]) -> None:
-        in_order = sorted(spans, key=lambda recorded: (recorded.span.start_s, recorded.span.end_s))
-        super().__init__(in_order)
-        of_rank: dict[Rank, list[int]] = defaultdict(list)
-        # Not by number only, because a resumed run numbers its calls from 0 again.
-        of_call: dict[tuple[int, str, int, str], list[int]] = defaultdict(list)
-        for position, (step, operation, span) in enumerate(self):
-            of_rank[span.pool, span.rank].append(position)
-            of_call[span.call, span.pool, step, operation].append(position)
-        self.of_rank = dict(sorted(of_rank.items()))
+        super().__init__(sorted(spans, key=_start_and_end))
+        self.of_rank = self._index_ranks()
         """Positions of the spans of each pool and rank."""
         self.starts_of_rank: dict[Rank, list[float]] = {}
         self._previous: dict[int, int] = {}
@@ -86,24 +92,46 @@ class Timeline(list[Recorded]):
             self.starts_of_rank[rank] = [self[position].span.start_s for position in positions]
             for before, after in pairwise(positions):
                 self._previous[after] = before
+
+        self.first_of_step: dict[int, int] = {}
+        """Position of the first span of the first call of each step."""
+        for position, recorded in enumerate(self):
+            if not may_begin_step(recorded):
+                continue
+            first = self.first_of_step.setdefault(recorded.step, position)
+            if recorded.span.call < self[first].span.call:
+                self.first_of_step[recorded.step] = position
+
         self.call_ends_s = [0.0] * len(self)
         """When the slowest rank of the same call ended, for each span."""
-        self._numbered: dict[int, list[int]] = defaultdict(list)
+        self._slowest: dict[int, list[int]] = defaultdict(list)
         """Positions of the slowest spans by call number; after a resume, several calls have the
         same number."""
-        for (number, pool, _, _), positions in of_call.items():
+        for call, positions in self._index_calls().items():
             slowest = max(positions, key=lambda position: self[position].span.end_s)
             for position in positions:
                 self.call_ends_s[position] = self[slowest].span.end_s
-            if pool != DRIVER:
-                self._numbered[number].append(slowest)
+            if call.pool != DRIVER:
+                self._slowest[call.number].append(slowest)
+
+    def _index_ranks(self) -> dict[Rank, list[int]]:
+        of_rank: dict[Rank, list[int]] = defaultdict(list)
+        for position, (_, _, span) in enumerate(self):
+            of_rank[span.pool, span.rank].append(position)
+        return dict(sorted(of_rank.items()))
+
+    def _index_calls(self) -> dict[_Call, list[int]]:
+        of_call: dict[_Call, list[int]] = defaultdict(list)
+        for position, (step, operation, span) in enumerate(self):
+            of_call[_Call(span.call, span.pool, step, operation)].append(position)
+        return of_call
 
     def inputs_of(self, position: int) -> Iterator[int]:
         """For each call whose result was an input of a span: the position of that call's slowest
         span."""
         span = self[position].span
         for call in span.after:
-            for slowest in reversed(self._numbered.get(call, ())):
+            for slowest in reversed(self._slowest.get(call, ())):
                 if self[slowest].span.start_s <= span.end_s:
                     # Earlier ones with this number are from before a resume.
                     yield slowest
@@ -246,8 +274,8 @@ def _explain(
 def critical_path(timeline: Timeline, start_s: float, end_s: float) -> list[Interval]:
     """The chain of causes from `start_s` to `end_s`, without a gap, earliest first.
 
-    A step ends when the next generation starts, so the chain leads to that start. After the last
-    step it leads to the span that ended last.
+    A step ends when the next one starts, so the chain leads to that start. After the last step it
+    leads to the span that ended last.
     """
     path: list[Interval] = []
     last_s = start_s
@@ -263,14 +291,20 @@ def critical_path(timeline: Timeline, start_s: float, end_s: float) -> list[Inte
 
 def _last_span(timeline: Timeline, end_s: float) -> int:
     """The position of the span with which a step ends."""
-    started: list[int] = []
+    for first in timeline.first_of_step.values():
+        if timeline[first].span.start_s == end_s:
+            return first
+
+    last = NONE
+    last_end_s = float("-inf")
     for position, recorded in enumerate(timeline):
-        start_s = recorded.span.start_s
-        if recorded.operation == FIRST_OPERATION and start_s == end_s:
-            return position
-        if start_s < end_s:
-            started.append(position)
-    return max(started, key=lambda at: min(timeline[at].span.end_s, end_s), default=NONE)
+        if recorded.span.start_s >= end_s:
+            break  # and so do all later ones
+        span_end_s = min(recorded.span.end_s, end_s)
+        if span_end_s > last_end_s:
+            last = position
+            last_end_s = span_end_s
+    return last
 
 
 def step_metrics(timeline: Timeline, start_s: float, end_s: float) -> dict[str, float]:

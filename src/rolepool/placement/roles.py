@@ -26,7 +26,6 @@ ROLE_SPECS = {Role(spec.name): spec for spec in BUILT_IN_ROLES}
 OPERATIONS = dict(BUILT_IN_OPERATIONS)
 """By name, in the order of a step, which is also the order of legends. A test compares it with the
 step itself. Operations of added roles come last."""
-FIRST_OPERATION = next(iter(OPERATIONS))
 
 
 def register_role(spec: RoleSpec) -> None:

@@ -27,12 +27,13 @@ from rolepool.metrics.spans import (
     Part,
     Recorded,
     Span,
+    may_begin_step,
     step_bounds,
 )
 from rolepool.metrics.timeline import Timeline
 from rolepool.placement.estimate import MicroBatch, shape_of
 from rolepool.placement.plan import Plan
-from rolepool.placement.roles import FIRST_OPERATION, OPERATIONS, ROLE_SPECS, Operation, Role
+from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Operation, Role
 from rolepool.planner.costs import (
     ALL_VISIBLE,
     PARTLY_VISIBLE,
@@ -505,9 +506,12 @@ def ranks_of(config: Config, plan: Plan, role: str, pool: str, operation: str) -
 
 
 def measured_steps(spans: Iterable[Recorded]) -> list[int]:
-    """The steps of a recording that are used: not the first ones, and not a step that has not
-    ended."""
-    steps = sorted({recorded.step for recorded in spans if recorded.operation == FIRST_OPERATION})
+    """The steps of a recording that are used: not the first ones, and not all of a long run."""
+    recorded_steps: set[int] = set()
+    for recorded in spans:
+        if may_begin_step(recorded):
+            recorded_steps.add(recorded.step)
+    steps = sorted(recorded_steps)
     num_skipped = min(NUM_WARM_STEPS, max(0, len(steps) - 2))
     used = steps[num_skipped:]
     stride = max(1, len(used) // MAX_STEPS)
