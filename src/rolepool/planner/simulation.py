@@ -29,7 +29,7 @@ Duration = TypeVar("Duration", float, Times)
 """The times of one placement are numbers. Those of many placements are arrays."""
 
 
-class Call(NamedTuple, Generic[Duration]):
+class SimulatedCall(NamedTuple, Generic[Duration]):
     """A call of the simulated steps, and how long it takes alone."""
 
     operation: str
@@ -46,7 +46,7 @@ class Simulated(NamedTuple, Generic[Duration]):
     """Simulated steps, of which the last one counts: it lasts from its generation to the next
     one."""
 
-    calls: Sequence[Call[Duration]]
+    calls: Sequence[SimulatedCall[Duration]]
     starts: Mapping[int, Duration]
     ends: Mapping[int, Duration]
     """When each call starts and ends, by its position."""
@@ -124,10 +124,10 @@ def _calls_of_steps(
     homes: Mapping[Role, str],
     seconds: Mapping[str, Duration],
     hand_over_s: Mapping[str, float],
-) -> list[Call[Duration]]:
+) -> list[SimulatedCall[Duration]]:
     """The calls of the simulated steps, and the generation after them."""
     num_calls = len(schedule.calls) - 1
-    calls: list[Call[Duration]] = []
+    calls: list[SimulatedCall[Duration]] = []
     last_of_pool: dict[str, int] = {}
     for position in range(num_calls * (NUM_STEPS - 1) + 1):
         call = schedule.calls[position % num_calls]
@@ -139,7 +139,7 @@ def _calls_of_steps(
         after = {first + earlier for earlier in schedule.calls[number].after}
         after |= {last_of_pool.get(pool, -1) for pool in pools}
         calls.append(
-            Call(
+            SimulatedCall(
                 operation=call.operation,
                 pools=pools,
                 # The first step has no step before, so some positions are negative.
@@ -152,7 +152,7 @@ def _calls_of_steps(
     return calls
 
 
-def _at_full_speed(calls: Sequence[Call[Duration]]) -> Simulated[Duration]:
+def _at_full_speed(calls: Sequence[SimulatedCall[Duration]]) -> Simulated[Duration]:
     """No call slows another one down."""
     starts: dict[int, Duration] = {}
     ends: dict[int, Duration] = {}
@@ -166,7 +166,7 @@ def _at_full_speed(calls: Sequence[Call[Duration]]) -> Simulated[Duration]:
     return Simulated(calls, starts, ends)
 
 
-def _by_events(calls: Sequence[Call[float]], rate: Rate) -> Simulated[float]:
+def _by_events(calls: Sequence[SimulatedCall[float]], rate: Rate) -> Simulated[float]:
     """From each start or end of a call to the next one: until then, all calls that run have the
     same rates."""
     starts: dict[int, float] = {}

@@ -92,7 +92,7 @@ TEMPLATES.globals.update(
 
 Signature = tuple[tuple[str, int, int], ...]
 """The names of the files of a run, when they were written, and their sizes."""
-Row = dict[str, Any]
+ShownRun = dict[str, Any]
 """What the pages show of a run, by the names that the templates use."""
 Query = dict[str, list[str]]
 
@@ -185,7 +185,7 @@ def recent_step_s(run: Run) -> float:
     return median(times_s[-RECENT_STEPS:])
 
 
-def describe(name: str, folder: Path) -> Row:
+def describe(name: str, folder: Path) -> ShownRun:
     """What the pages show of a run. If the run folder cannot be read, that is only its name and the
     error."""
     try:
