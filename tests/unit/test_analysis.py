@@ -120,7 +120,7 @@ def test_neither_the_driver_nor_a_later_call_that_starts_earlier_begins_a_step()
     spans = [*two_pools(), *early]
     assert step_bounds(spans) == step_bounds(two_pools())
     assert critical_path(Timeline(spans), 100.0, 110.0)[-1].end_s == 110.0
-    assert Timeline(spans).first_of_step.keys() == {1, 2}
+    assert Timeline(spans).step_begins.keys() == {100.0, 110.0}
 
 
 def test_what_follows_a_step_is_no_step() -> None:

@@ -7,12 +7,12 @@ it.
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from operator import itemgetter
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, may_begin_step
+from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span, may_begin_step
 
 NONE = -1
 """The position of a span that does not exist."""
@@ -59,14 +59,19 @@ class Cause(NamedTuple):
     """When that one had ended."""
 
 
-class _Call(NamedTuple):
-    """A call on one pool. Its number does not identify it, because a resumed run numbers its calls
-    from 0 again."""
+class Ended(NamedTuple):
+    """A span that ended before another one."""
 
-    number: int
-    pool: str
-    step: int
-    operation: str
+    position: int
+    end_s: float
+
+
+_end = attrgetter("end_s")
+
+
+CallKey = tuple[int, str, int, str]
+"""The number of a call, its pool, step and operation. The number alone does not identify it,
+because a resumed run numbers its calls from 0 again."""
 
 
 def _start_and_end(recorded: Recorded) -> tuple[float, float]:
@@ -83,7 +88,13 @@ class Timeline(list[Recorded]):
 
     def __init__(self, spans: Iterable[Recorded]) -> None:
         super().__init__(sorted(spans, key=_start_and_end))
-        self.of_rank = self._index_ranks()
+        of_rank: dict[Rank, list[int]] = defaultdict(list)
+        of_call: dict[CallKey, list[int]] = defaultdict(list)
+        for position, (step, operation, span) in enumerate(self):
+            of_rank[span.pool, span.rank].append(position)
+            of_call[span.call, span.pool, step, operation].append(position)
+
+        self.of_rank = dict(sorted(of_rank.items()))
         """Positions of the spans of each pool and rank."""
         self.starts_of_rank: dict[Rank, list[float]] = {}
         self._previous: dict[int, int] = {}
@@ -93,38 +104,32 @@ class Timeline(list[Recorded]):
             for before, after in pairwise(positions):
                 self._previous[after] = before
 
-        self.first_of_step: dict[int, int] = {}
-        """Position of the first span of the first call of each step."""
-        for position, recorded in enumerate(self):
-            if not may_begin_step(recorded):
-                continue
-            first = self.first_of_step.setdefault(recorded.step, position)
-            if recorded.span.call < self[first].span.call:
-                self.first_of_step[recorded.step] = position
-
         self.call_ends_s = [0.0] * len(self)
         """When the slowest rank of the same call ended, for each span."""
         self._slowest: dict[int, list[int]] = defaultdict(list)
         """Positions of the slowest spans by call number; after a resume, several calls have the
         same number."""
-        for call, positions in self._index_calls().items():
+        for (number, pool, _, _), positions in of_call.items():
             slowest = max(positions, key=lambda position: self[position].span.end_s)
             for position in positions:
                 self.call_ends_s[position] = self[slowest].span.end_s
-            if call.pool != DRIVER:
-                self._slowest[call.number].append(slowest)
+            if pool != DRIVER:
+                self._slowest[number].append(slowest)
+        self.step_begins = self._find_step_begins(of_call)
+        """Position of the span with which each step begins, by its start."""
 
-    def _index_ranks(self) -> dict[Rank, list[int]]:
-        of_rank: dict[Rank, list[int]] = defaultdict(list)
-        for position, (_, _, span) in enumerate(self):
-            of_rank[span.pool, span.rank].append(position)
-        return dict(sorted(of_rank.items()))
-
-    def _index_calls(self) -> dict[_Call, list[int]]:
-        of_call: dict[_Call, list[int]] = defaultdict(list)
-        for position, (step, operation, span) in enumerate(self):
-            of_call[_Call(span.call, span.pool, step, operation)].append(position)
-        return of_call
+    def _find_step_begins(self, of_call: Mapping[CallKey, Sequence[int]]) -> dict[float, int]:
+        """A step begins with its first call, and this one with its first span."""
+        first_calls: dict[int, tuple[int, int]] = {}
+        """The number of the first call of each step, and the position of its first span."""
+        for (number, _, step, _), positions in of_call.items():
+            if may_begin_step(self[positions[0]]):
+                call = (number, positions[0])
+                first_calls[step] = min(first_calls.get(step, call), call)
+        begins: dict[float, int] = {}
+        for _, position in first_calls.values():
+            begins.setdefault(self[position].span.start_s, position)
+        return begins
 
     def inputs_of(self, position: int) -> Iterator[int]:
         """For each call whose result was an input of a span: the position of that call's slowest
@@ -164,7 +169,22 @@ class Timeline(list[Recorded]):
     def _cause(self, position: int, time_s: float) -> Cause:
         """Why a span that was running at `time_s` did not start to work earlier."""
         span = self[position].span
-        causes = [(NONE, float("-inf"))]
+        ended = [Ended(NONE, float("-inf")), *self._inputs_before(position, time_s)]
+        latest = max(ended, key=_end)
+        if latest.end_s >= span.start_s:
+            return Cause(began_s=latest.end_s, position=latest.position, cause_s=latest.end_s)
+
+        if position in self._previous:
+            before = self._previous[position]
+            ended.append(Ended(before, min(self[before].span.end_s, span.start_s)))
+        if span.pool != DRIVER:
+            ended.extend(self._queued_by(span))
+        latest = max(ended, key=_end)
+        return Cause(began_s=span.start_s, position=latest.position, cause_s=latest.end_s)
+
+    def _inputs_before(self, position: int, time_s: float) -> Iterator[Ended]:
+        """The calls whose results a span had at a time."""
+        span = self[position].span
         for slowest in self.inputs_of(position):
             source = self[slowest].span
             # The driver waits inside its spans, so it has only the results of calls that have
@@ -172,21 +192,15 @@ class Timeline(list[Recorded]):
             # difference between two clocks.
             available_s = source.end_s if span.pool == DRIVER else source.start_s
             if available_s <= time_s:
-                causes.append((slowest, min(source.end_s, time_s)))
-        cause, cause_s = max(causes, key=itemgetter(1))
-        if cause_s >= span.start_s:
-            return Cause(began_s=cause_s, position=cause, cause_s=cause_s)
+                yield Ended(slowest, min(source.end_s, time_s))
 
-        if position in self._previous:
-            before = self._previous[position]
-            causes.append((before, min(self[before].span.end_s, span.start_s)))
+    def _queued_by(self, span: Span) -> Iterator[Ended]:
+        """What the driver did before it queued a call, if that is known."""
         queued_s = min(span.queued_s, span.start_s)
         index = bisect_right(self.starts_of_rank.get((DRIVER, 0), ()), queued_s) - 1
-        if span.pool != DRIVER and index >= 0:
-            queued_by = self.of_rank[DRIVER, 0][index]
-            causes.append((queued_by, min(self[queued_by].span.end_s, queued_s)))
-        cause, cause_s = max(causes, key=itemgetter(1))
-        return Cause(began_s=span.start_s, position=cause, cause_s=cause_s)
+        if index >= 0:
+            position = self.of_rank[DRIVER, 0][index]
+            yield Ended(position, min(self[position].span.end_s, queued_s))
 
 
 def lanes(
@@ -291,10 +305,8 @@ def critical_path(timeline: Timeline, start_s: float, end_s: float) -> list[Inte
 
 def _last_span(timeline: Timeline, end_s: float) -> int:
     """The position of the span with which a step ends."""
-    for first in timeline.first_of_step.values():
-        if timeline[first].span.start_s == end_s:
-            return first
-
+    if end_s in timeline.step_begins:
+        return timeline.step_begins[end_s]
     last = NONE
     last_end_s = float("-inf")
     for position, recorded in enumerate(timeline):

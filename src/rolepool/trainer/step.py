@@ -90,12 +90,13 @@ class StepCalls:
     @property
     def first(self) -> tuple[str, CallFuture]:
         """The operation and the call with which the step began: the one that was queued first."""
-        made: list[tuple[int, str, CallFuture]] = []
-        for operation, calls in self.calls.items():
-            for call in calls:
-                made.append((min(part.number for part in call.calls), operation, call))
-        _, operation, call = min(made, key=itemgetter(0))
-        return operation, call
+        numbered: list[tuple[int, str, CallFuture]] = []
+        for operation, futures in self.calls.items():
+            for future in futures:
+                number = min(call.number for call in future.calls)
+                numbered.append((number, operation, future))
+        _, operation, future = min(numbered, key=itemgetter(0))
+        return operation, future
 
 
 # The first phase
@@ -338,10 +339,11 @@ class Roles:
         self.reward: RewardCalls = recorded[Role.RewardModel]
         self.critic: CriticCalls | None = recorded.get(Role.Critic)
         self.ref: ReferenceCalls | None = recorded.get(Role.RefPolicy)
-        self.trained: dict[str, TrainedCalls] = {
-            role: calls[role] for role in trained_roles() if role in calls
-        }
+        self.trained: dict[str, TrainedCalls] = {}
         """The roles whose models are saved. Their calls belong to no step."""
+        for role in trained_roles():
+            if role in calls:
+                self.trained[role] = calls[role]
         self._weights = weights
 
     def sync_weights(self, version: int) -> list[CallFuture]:
