@@ -28,7 +28,7 @@ from pathlib import Path
 from rolepool.config import load_config
 from rolepool.data.reward_functions import load_reward_function
 from rolepool.data.reward_process import ScoringProcesses
-from rolepool.data.reward_signatures import Row
+from rolepool.data.reward_signatures import ResponseRow
 from rolepool.data.rewards import Reward, RewardFunction
 
 ROOT = Path(__file__).parent.parent
@@ -113,7 +113,7 @@ def reward_of(file: Path, num_at_once: int) -> Reward:
 def seconds(reward: Reward, num_samples: int, num_at_once: int) -> float:
     inputs = {"data_source": "stub", "ground_truth": "4", "extra_info": {}}
     rows = [
-        Row(f"row {number}", {**inputs, "solution_str": f"It is {number}."})
+        ResponseRow(f"row {number}", {**inputs, "solution_str": f"It is {number}."})
         for number in range(num_samples)
     ]
     reward.score_rows(rows[:num_at_once])  # starts the processes

@@ -7,7 +7,7 @@ Imports neither torch nor Ray.
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rolepool.config import Config, Draft, LoadedConfig
@@ -79,17 +79,21 @@ def checked_for_plan(draft: Draft, hardware: Hardware) -> LoadedConfig:
 def summarise(loaded: LoadedConfig, hardware: Hardware) -> PlanSummary:
     """Make the plan of a config, and find out what is known about it."""
     config = hardware.fitted(loaded)
+    is_here = hardware.is_this_machine(config)
+    reasons = list(_not_implemented(loaded))
+    if is_here:
+        reasons.extend(_missing_files(loaded))
     replan = hardware.replan(loaded)
-    reasons = list(_why_not_started(loaded, hardware))
     try:
         plan = replan(config)
     except PlacementError as error:
         raise PlacementError([*error.problems, *reasons]) from None
     on_cpus = plan.device == "cpu" and hardware.inventory is None  # cores of this machine count
     warnings = [*reasons, *loaded.warnings, *find_warnings(config, plan, on_cpus=on_cpus)]
-    if hardware.is_this_machine(config):
-        warnings.extend(find_snapshot_warnings(snapshot_bytes(config, plan)))
-    return summary_of(config, plan, hardware.gpu_memory_bytes, replan, warnings)
+    summary = summary_of(config, plan, hardware.gpu_memory_bytes, replan, warnings)
+    if is_here:
+        warnings.extend(find_snapshot_warnings(summary.snapshot_bytes))
+    return replace(summary, warnings=warnings)
 
 
 def summary_of(
@@ -138,12 +142,21 @@ def _plan_problems(loaded: LoadedConfig, hardware: Hardware) -> Iterator[str]:
 
 
 def _why_not_started(loaded: LoadedConfig, hardware: Hardware) -> Iterator[str]:
-    """Why the planned config cannot be trained: what is not implemented, and what this machine does
-    not have."""
+    """Why the config of a draft cannot be trained. Some of its keys have no value, and reading one
+    of them ends this check."""
+    yield from _not_implemented(loaded)
+    if hardware.is_this_machine(hardware.fitted(loaded)):
+        yield from _missing_files(loaded)
+
+
+def _not_implemented(loaded: LoadedConfig) -> Iterator[str]:
     for problem in loaded.why_not_trained():
         yield f"training does not start: {problem}"
-    if hardware.is_this_machine(hardware.fitted(loaded)):
-        from rolepool.trainer.start_checks import named_files_problems
 
-        for problem in named_files_problems(loaded):
-            yield f"training does not start: {problem}"
+
+def _missing_files(loaded: LoadedConfig) -> Iterator[str]:
+    """What this machine does not have."""
+    from rolepool.trainer.start_checks import named_files_problems
+
+    for problem in named_files_problems(loaded):
+        yield f"training does not start: {problem}"

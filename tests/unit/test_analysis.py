@@ -8,9 +8,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from planner_runs import record
 
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span, step_bounds
 from rolepool.metrics.timeline import Interval, Timeline, critical_path, lanes, step_metrics
+from rolepool.planner.profile import measured_steps
 
 TICK_S = 0.125
 """Times of made-up schedules are multiples of it, so that sums of them are exact."""
@@ -95,13 +97,50 @@ def test_a_step_runs_from_its_generation_to_the_next_and_the_last_to_its_last_en
     assert step_bounds(two_pools()) == {1: (100.0, 110.0), 2: (110.0, 121.0)}
 
 
-def test_a_step_that_lost_its_generation_has_no_bounds_and_does_not_lengthen_the_one_before() -> (
-    None
-):
-    kept = [
-        recorded for recorded in two_pools() if (recorded.step, recorded.operation) != (2, "gen")
+def test_a_step_begins_with_the_call_that_was_made_first_whatever_its_name() -> None:
+    renamed = []
+    for recorded in two_pools():
+        name = {"gen": "sample"}.get(recorded.operation, recorded.operation)
+        renamed.append(recorded._replace(operation=name))
+    assert step_bounds(renamed) == step_bounds(two_pools())
+    path = critical_path(Timeline(renamed), 100.0, 110.0)
+    assert [(link.start_s, link.end_s, link.kind, link.pool) for link in path] == [
+        (link.start_s, link.end_s, link.kind, link.pool)
+        for link in critical_path(Timeline(two_pools()), 100.0, 110.0)
     ]
-    assert step_bounds(kept) == {1: (100.0, 111.0)}
+
+
+def test_neither_the_driver_nor_a_later_call_that_starts_earlier_begins_a_step() -> None:
+    """The driver may wait inside of its span, and a call on a free pool may overtake the first
+    one."""
+    early = [
+        *spans_of(2, "adv", DRIVER, [(105.0, 117.0)], call=0),
+        *spans_of(2, "ref", "b", [(109.0, 109.5)], call=29),
+    ]
+    spans = [*two_pools(), *early]
+    assert step_bounds(spans) == step_bounds(two_pools())
+    assert critical_path(Timeline(spans), 100.0, 110.0)[-1].end_s == 110.0
+    assert Timeline(spans).step_begins.keys() == {100.0, 110.0}
+
+
+def test_what_follows_a_step_is_no_step() -> None:
+    validation = spans_of(3, "testing", DRIVER, [(130.0, 131.0)], call=1)
+    assert step_bounds([*two_pools(), *validation]) == step_bounds(two_pools())
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_runs_that_begin_with_a_generation_have_the_bounds_that_they_always_had(
+    num_steps: int,
+) -> None:
+    """Until steps began with their first call, they began with the operation `gen`."""
+    for words in ("", "placement.strategy=split trainer.n_gpus_per_node=4"):
+        spans = record(words, num_steps=num_steps).spans
+        starts_s: dict[int, float] = {}
+        for step, operation, span in spans:
+            if operation == "gen":
+                starts_s[step] = min(starts_s.get(step, span.start_s), span.start_s)
+        assert {step: start_s for step, (start_s, _) in step_bounds(spans).items()} == starts_s
+        assert measured_steps(spans) == sorted(starts_s)[-2:]
 
 
 def test_waits_of_two_pools_are_those_worked_out_by_hand() -> None:

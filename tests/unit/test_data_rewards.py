@@ -13,7 +13,7 @@ import torch
 
 from rolepool.config import load_config
 from rolepool.data.reward_functions import load_reward_function
-from rolepool.data.reward_signatures import Row
+from rolepool.data.reward_signatures import ResponseRow
 from rolepool.data.rewards import (
     RewardError,
     RewardFunction,
@@ -39,8 +39,8 @@ def batch(**changes: Any) -> dict[str, Any]:
     }
 
 
-def row(name: str, response: str) -> Row:
-    return Row(
+def row(name: str, response: str) -> ResponseRow:
+    return ResponseRow(
         name, {"data_source": "", "solution_str": response, "ground_truth": "", "extra_info": {}}
     )
 

@@ -40,6 +40,12 @@ def test_the_default_mini_batch_divides_the_batch_and_the_critic_follows_it(
     assert config.at(MINI_BATCH) == config.critic.ppo_mini_batch_size == mini_batch
 
 
+def test_a_key_that_follows_a_fitted_default_is_checked_with_the_fitted_value() -> None:
+    follower = "algorithm.gamma=${critic.ppo_mini_batch_size}"
+    with pytest.raises(ConfigError, match="gamma=150: must be less than or equal to 1"):
+        load_config(overrides=["data.train_batch_size=300", follower])
+
+
 def test_a_mini_batch_that_the_user_sets_is_never_changed() -> None:
     assert value(MINI_BATCH, "data.train_batch_size=32", f"{MINI_BATCH}=8") == 8
     with pytest.raises(

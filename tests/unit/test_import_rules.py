@@ -66,6 +66,10 @@ MAY_IMPORT["trainer"] |= {"cluster", "command_line", "planner", "report"}
 MAY_IMPORT["api"] |= {"report"}
 MAY_IMPORT["cli"] |= {"cluster", "command_line", "planner", "report"}
 
+ONLY_FOR_MYPY = {"placement/built_in_roles.py"}
+"""Files whose imports under `if TYPE_CHECKING` may point the other way: the table of roles names
+methods of the worker classes, and mypy checks these names."""
+
 WITHOUT_TORCH = {
     "errors",
     "files",
@@ -90,15 +94,22 @@ class Import(NamedTuple):
 
 
 def imports_of(package: Path) -> Iterator[Import]:
-    """Every import of every file, also those inside functions, `if TYPE_CHECKING` and
-    `import_module("...")`."""
+    """Every import of every file, also those inside functions, `if TYPE_CHECKING` (except those
+    of `ONLY_FOR_MYPY`) and `import_module("...")`."""
     for file in sorted(package.rglob("*.py")):
         inside = file.relative_to(package)
         part = inside.parts[0].removesuffix(".py")
         here = [package.name, *inside.parts[:-1]]
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        if str(inside) in ONLY_FOR_MYPY:
+            tree.body = [node for node in tree.body if not is_only_for_mypy(node)]
+        for node in ast.walk(tree):
             for module in modules_named(node, here):
                 yield Import(part, f"{inside}:{node.lineno}", module)  # type: ignore[attr-defined]
+
+
+def is_only_for_mypy(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def modules_named(node: ast.AST, here: list[str]) -> list[str]:

@@ -133,7 +133,7 @@ def row_of(folder: Path, *words: str) -> tuple[dict[str, float], dict[str, torch
             2, "gen", Span("all", "actor", 0, "gen", STEP_S, STEP_S, STEP_S, call=len(SECONDS))
         )
     ]
-    row = step_row(StepCalls(1, {}, estimated, old), recorded, [], after, plan)
+    row = step_row(StepCalls(1, {}, estimated, old, old), recorded, [], after, plan)
     return row, estimated.tensors
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from rolepool.config import load_config
 from rolepool.trainer.pipeline import Pipeline
+from rolepool.trainer.recorder import CallRecorder
 from rolepool.trainer.step import Step
 
 CONFIG = load_config([]).config
@@ -65,7 +66,7 @@ def pipeline(calls: list[str]) -> Pipeline:
     return Pipeline(step, estimator, Numbers())
 
 
-ROLES: Any = None
+ROLES: Any = SimpleNamespace(recorder=CallRecorder())
 
 
 def test_learn_takes_the_oldest_batch_with_the_epoch_it_was_drawn_in(

@@ -13,7 +13,7 @@ from rolepool.data import files
 from rolepool.data.prompts import PromptSet
 from rolepool.data.reasoning_gym import open_generator, reason_of_repeats
 from rolepool.data.reward_functions import load_reward_function
-from rolepool.data.reward_signatures import Row
+from rolepool.data.reward_signatures import ResponseRow
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError, RolepoolError
 
@@ -85,7 +85,7 @@ def test_the_verifier_of_the_task_scores_the_answer_in_a_response(
         "extra_info": columns["extra_info"][0],
     }
     function = load_reward_function(config)
-    (call,) = function.calls_for([Row("line 1", inputs)])
+    (call,) = function.calls_for([ResponseRow("line 1", inputs)])
     (scored,) = function.score_call(call)
     assert scored.score == pytest.approx(score, abs=0.01)
 
@@ -98,7 +98,7 @@ def test_a_verifier_may_need_more_than_the_answer(model: Path) -> None:
     inputs = {"data_source": items[0]["data_source"], "ground_truth": truth, "extra_info": extra}
     other_order = f"0 + {truth}"
     for text, at_least in ((truth, 1.0), (other_order, 0.0)):
-        (call,) = function.calls_for([Row("line 1", {**inputs, "solution_str": text})])
+        (call,) = function.calls_for([ResponseRow("line 1", {**inputs, "solution_str": text})])
         (scored,) = function.score_call(call)
         assert scored.score >= at_least
 

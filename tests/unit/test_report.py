@@ -36,8 +36,9 @@ def make_hostile(run: Run) -> Run:
     """Text that would end a script wherever a user or a worker can write text."""
     spans = []
     for step, operation, span in run.spans:
-        hostile = operation if operation == "gen" else operation + HOSTILE  # steps begin with "gen"
-        spans.append(Recorded(step, hostile, span._replace(parts=(Part(HOSTILE, 0.1),))))
+        spans.append(
+            Recorded(step, operation + HOSTILE, span._replace(parts=(Part(HOSTILE, 0.1),)))
+        )
     config = {**run.config, "trainer": {**run.config["trainer"], "experiment_name": HOSTILE}}
     rows = {step: {**row, f"val-core/{HOSTILE}": 1.0} for step, row in run.metrics.items()}
     return replace(

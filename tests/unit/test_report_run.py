@@ -52,17 +52,24 @@ def append(folder: RunFolder, name: str, text: str | bytes) -> None:
         file.write(text if isinstance(text, bytes) else text.encode())
 
 
-def test_the_end_of_a_long_file_begins_with_a_whole_line(folder: RunFolder) -> None:
-    length = (folder.path / "spans.jsonl").stat().st_size // 2
-    for last_bytes, steps in (
+def test_the_end_of_a_long_file_begins_with_a_whole_line_and_a_whole_step(
+    folder: RunFolder,
+) -> None:
+    for step in (3, 3, 4, 4):
+        folder.add_spans([Recorded(step, "update_actor", SPAN)])
+    length = (folder.path / "spans.jsonl").stat().st_size // 6
+    for num_bytes, steps in (
         (0, []),
         (length - 1, []),
-        (length, [2]),
-        (length + 1, [2]),
-        (2 * length, [1, 2]),
+        (length, []),  # the first line of step 4 may be missing, and is
+        (3 * length - 1, []),
+        (3 * length, [4, 4]),
+        (5 * length, [3, 3, 4, 4]),
+        (6 * length - 1, [3, 3, 4, 4]),
+        (6 * length, [1, 2, 3, 3, 4, 4]),
     ):
-        run = read_run(folder.path, last_bytes)
-        assert [recorded.step for recorded in run.spans] == steps
+        run = read_run(folder.path, num_bytes)
+        assert [recorded.step for recorded in run.spans] == steps, num_bytes
         assert run.notes == []
 
 

@@ -20,7 +20,7 @@ import pytest
 from rolepool.config import load_config
 from rolepool.data.reward_functions import load_reward_function
 from rolepool.data.reward_process import ScoringProcesses
-from rolepool.data.reward_signatures import Row
+from rolepool.data.reward_signatures import ResponseRow
 from rolepool.data.rewards import RewardError, RewardFunction, SampleError
 
 OnError = Literal["abort", "zero"]
@@ -40,10 +40,10 @@ def process_of(
     return ScoringProcesses(loaded, config.custom_reward_function, num_at_once)
 
 
-def rows(*responses: str) -> list[Row]:
+def rows(*responses: str) -> list[ResponseRow]:
     names = ("data_source", "ground_truth", "extra_info")
     return [
-        Row(f"line {number}", {**dict.fromkeys(names, ""), "solution_str": text})
+        ResponseRow(f"line {number}", {**dict.fromkeys(names, ""), "solution_str": text})
         for number, text in enumerate(responses, start=1)
     ]
 
@@ -183,7 +183,7 @@ def test_a_batch_of_cheap_rows_costs_little_more_than_in_this_process() -> None:
     assert child_s - here_s < 0.000_05 * len(batch)
 
 
-def seconds(score: Callable[[list[Row]], Any], batch: list[Row]) -> float:
+def seconds(score: Callable[[list[ResponseRow]], Any], batch: list[ResponseRow]) -> float:
     begin_s = time.perf_counter()
     score(batch)
     return time.perf_counter() - begin_s

@@ -12,7 +12,7 @@ import pytest
 
 from commands import load_benchmark
 from rolepool.data import retries
-from rolepool.data.reward_signatures import Row
+from rolepool.data.reward_signatures import ResponseRow
 from rolepool.data.rewards import SampleError
 
 
@@ -35,10 +35,10 @@ def url(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
         yield address
 
 
-def rows(count: int) -> list[Row]:
+def rows(count: int) -> list[ResponseRow]:
     inputs = {"data_source": "sums", "ground_truth": "4", "extra_info": {}}
     return [
-        Row(f"line {number}", {**inputs, "solution_str": f"It is {number}."})
+        ResponseRow(f"line {number}", {**inputs, "solution_str": f"It is {number}."})
         for number in range(count)
     ]
 

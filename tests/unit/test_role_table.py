@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rolepool.config import load_config
+from rolepool.config import Config, load_config
 from rolepool.config.functions import import_object
 from rolepool.config.model_keys import CriticConfig
 from rolepool.config.schema import ROLE_SETTINGS, all_keys, all_sections
@@ -26,13 +28,15 @@ from rolepool.placement.roles import (
     Operation,
     Role,
     RoleSpec,
+    key_name,
+    operation_of,
     register_role,
     trained_roles,
 )
 from rolepool.protocol.worker import registered_methods
 
 ALLOWED = {
-    "placement/roles.py": "the table",
+    "placement/role_spec.py": "names for several roles",
     "trainer/build.py": "actor and rollout exchange weights, and a reward without a model is a rule",
 }
 NAMES = {*ROLE_SPECS, Role.ActorRollout}
@@ -125,41 +129,103 @@ def test_why_a_role_is_not_used_follows_the_config() -> None:
     assert {role for role, reason in unused.items() if reason} == {Role.RefPolicy, Role.RewardModel}
 
 
+def test_a_key_of_the_table_prints_its_name_and_reads_its_value_also_as_a_copy() -> None:
+    name = ROLE_SPECS[Role.Rollout].tensor_parallel
+    assert name is not None
+    config = load_config([], [f"{name}=2", "trainer.n_gpus_per_node=2"]).config
+    assert f"{name}" == "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    assert config.at(name) == config.at(copy.copy(name)) == 2
+
+
+def test_a_call_belongs_to_the_first_operation_of_its_role_that_has_the_method() -> None:
+    assert operation_of(Role.Rollout, "generate_sequences") == "gen"
+    assert operation_of(Role.Rollout, "take_weights_here") == "update_weights"
+    assert operation_of(Role.Critic, "update_critic") == "update_critic"
+    assert operation_of(Role.Critic, "a_method_of_a_user") == "a_method_of_a_user"
+
+
+MYPY_SNIPPET = """
+from rolepool.placement.role_spec import WorkerName
+from rolepool.placement.roles import RoleSpec, key_name
+from rolepool.roles.actor_critic import Critic
+
+
+def name_all(critic: WorkerName[Critic], spec: RoleSpec) -> None:
+"""
+NAMES_IN_ROWS = {
+    "key_name(lambda config: config.critic.ppo_epochs)": None,
+    "key_name(lambda config: config.critic.ppo_epoch)": 'has no attribute "ppo_epoch"',
+    "critic.method(lambda worker: worker.update_critic)": None,
+    "critic.method(lambda worker: worker.update_actor)": 'has no attribute "update_actor"',
+    "RoleSpec('a', 'b', spec.section, spec.model, (), max_length=spec.fsdp)": "incompatible type",
+}
+
+
+def test_a_wrong_key_or_method_in_a_row_is_an_error_of_mypy(
+    tmp_path: Path, root: Path, python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    file = tmp_path / "snippet.py"
+    lines = "".join(f"    {line}\n" for line in NAMES_IN_ROWS)
+    file.write_text(MYPY_SNIPPET + lines, encoding="utf-8")
+    options = ["--config-file", root / "pyproject.toml", "--cache-dir", root / ".mypy_cache"]
+    said = python("-m", "mypy", *map(str, options), str(file)).stdout.splitlines()
+    first = MYPY_SNIPPET.count("\n") + 1
+    for line, (code, error) in enumerate(NAMES_IN_ROWS.items(), start=first):
+        errors = [text for text in said if f"snippet.py:{line}: error" in text]
+        assert len(errors) == (error is not None), (code, said)
+        assert error is None or error in errors[0]
+
+
 # A role that is added
 
 
-@pytest.fixture
-def judge() -> Iterator[Role]:
+def judge_spec(*, is_text: bool) -> RoleSpec:
+    """The row of a second critic. Its keys are written as functions that read them, or as texts."""
+
+    def key(read: Callable[[Config], Any]) -> Any:
+        name = key_name(read)
+        return str(name) if is_text else name
+
+    tokens = key(lambda config: config.roles.judge.ppo_max_token_len_per_gpu)
+    by_tokens = key(lambda config: config.roles.judge.use_dynamic_bsz)
+    return RoleSpec(
+        name="judge",
+        worker="rolepool.roles.actor_critic:Critic",
+        settings=CriticConfig,
+        section=key(lambda config: config.roles.judge),
+        model=key(lambda config: config.roles.judge.model),
+        fsdp=key(lambda config: config.roles.judge.model.fsdp_config),
+        has_scalar_head=True,
+        operations=(
+            Operation(
+                "judge",
+                "compute_values",
+                micro_batch=MicroBatchKeys(
+                    key(lambda config: config.roles.judge.forward_micro_batch_size_per_gpu),
+                    tokens,
+                    by_tokens,
+                ),
+            ),
+            Operation(
+                "update_judge",
+                "update_critic",
+                micro_batch=MicroBatchKeys(
+                    key(lambda config: config.roles.judge.ppo_micro_batch_size_per_gpu),
+                    tokens,
+                    by_tokens,
+                ),
+                trains=True,
+            ),
+        ),
+    )
+
+
+@pytest.fixture(params=[False, True], ids=["keys as functions", "keys as texts"])
+def judge(request: pytest.FixtureRequest) -> Iterator[Role]:
     """A second critic, added for one test."""
     tables: list[dict[Any, Any]] = [ROLE_SPECS, OPERATIONS, ROLE_SETTINGS]
     before = [dict(table) for table in tables]
-    keys = ("roles.judge.ppo_max_token_len_per_gpu", "roles.judge.use_dynamic_bsz")
-    register_role(
-        RoleSpec(
-            name="judge",
-            worker="rolepool.roles.actor_critic:Critic",
-            settings=CriticConfig,
-            section="roles.judge",
-            model="roles.judge.model",
-            fsdp="roles.judge.model.fsdp_config",
-            has_scalar_head=True,
-            operations=(
-                Operation(
-                    "judge",
-                    "compute_values",
-                    micro_batch=MicroBatchKeys(
-                        "roles.judge.forward_micro_batch_size_per_gpu", *keys
-                    ),
-                ),
-                Operation(
-                    "update_judge",
-                    "update_critic",
-                    micro_batch=MicroBatchKeys("roles.judge.ppo_micro_batch_size_per_gpu", *keys),
-                    trains=True,
-                ),
-            ),
-        )
-    )
+    register_role(judge_spec(is_text=request.param))
     yield Role("judge")
     for table, content in zip(tables, before, strict=True):
         table.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from rolepool.placement import build_plan
 from rolepool.placement.plan import Schedule
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
 from rolepool.trainer.paper import schedule_of
+from rolepool.trainer.step import Step, generate, learn_from
 
 WITH_REFERENCE = "actor_rollout_ref.actor.use_kl_loss=true"
 WITH_REWARD_MODEL = "reward_model.enable=true reward_model.model.path=some/model"
@@ -89,6 +91,29 @@ def test_a_schedule_of_many_epochs_is_not_larger() -> None:
         scheduled(f"actor_rollout_ref.actor.ppo_epochs={epochs}") for epochs in (100_000, 3)
     )
     assert many == few
+
+
+SECOND_PHASES: list[int] = []
+"""The number of each step whose second phase was made, which `counted_step` adds."""
+
+
+def counted_learn(config: Any, roles: Any, estimator: Any, generated: Any) -> Any:
+    SECOND_PHASES.append(generated.number)
+    return learn_from(config, roles, estimator, generated)
+
+
+counted_step: Step[Any] = Step(generate, counted_learn)
+
+
+def one_function(*arguments: Any) -> Any:
+    return counted_step(*arguments)
+
+
+def test_of_the_next_step_only_the_beginning_is_made() -> None:
+    for name, numbers in {"counted_step": [1], "one_function": [1, 2]}.items():
+        SECOND_PHASES.clear()
+        assert scheduled(f"trainer.step={__name__}:{name}") == scheduled()
+        assert numbers == SECOND_PHASES
 
 
 # Under a placement

@@ -1,14 +1,14 @@
 """What all sections of the config share: the base class, the value types, defaults that follow
-another key, and checks of a config in which some values are not known.
+another key, names of keys, and checks of a config in which some values are not known.
 
 Owns the rules for all keys. Does not know any key by name.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Self, TypeVar, overload
 
 import yaml
 from pydantic import (
@@ -29,6 +29,36 @@ class UnknownValue(Exception):
     wrong."""
 
 
+Value = TypeVar("Value")
+Value_co = TypeVar("Value_co", covariant=True)
+
+
+class KeyName(str, Generic[Value_co]):
+    """The dotted name of a key or a section, of which mypy knows the type of the value.
+    `rolepool.config.schema.key_name` makes it."""
+
+    __slots__ = ()
+
+
+class _NameOf:
+    """Stands for an object of which only the names of attributes are read."""
+
+    def __init__(self, name: str = "") -> None:
+        self.__name = name
+
+    def __getattr__(self, attribute: str) -> "_NameOf":
+        return _NameOf(f"{self.__name}.{attribute}".lstrip("."))
+
+    def __str__(self) -> str:
+        return self.__name
+
+
+def name_read_by(read: Callable[[Any], object]) -> str:
+    """The dotted name of the attribute that a function reads from its argument: `model.path` for
+    `lambda keys: keys.model.path`."""
+    return str(read(_NameOf()))
+
+
 class Section(BaseModel):
     """A frozen group of keys. The text under a field is the documentation of that key."""
 
@@ -40,6 +70,12 @@ class Section(BaseModel):
         allow_inf_nan=False,
         validate_default=True,
     )
+
+    @overload
+    def at(self, path: KeyName[Value]) -> Value: ...
+
+    @overload
+    def at(self, path: str) -> Any: ...
 
     def at(self, path: str) -> Any:
         """The value, or the section, at a dotted path below this section."""

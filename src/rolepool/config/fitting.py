@@ -5,12 +5,12 @@ default.
 """
 
 import os
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import suppress
+from typing import Any
 
 from rolepool.config.model_files import num_positions, read_model_file
 from rolepool.config.rules import divisor_near
-from rolepool.config.schema import Config
 
 MAX_CPU_SLOTS = 8
 """Most CPU processes that are used if the user does not set a number."""
@@ -72,35 +72,36 @@ def num_slots(device: str) -> int:
     return int(2 ** (num_processes.bit_length() - 1))
 
 
-def fitted_defaults(config: Config, set_keys: Container[str]) -> dict[str, int]:
+def fitted_defaults(read: Callable[[str], Any], set_keys: Container[str]) -> dict[str, int]:
     """Other defaults for the keys that are not in `set_keys` and whose defaults do not fit the
-    other keys."""
-    fitted = {**_fitted_lengths(config, set_keys), **_fitted_mini_batch(config)}
-    return {
-        key: value
-        for key, value in fitted.items()
-        if key not in set_keys and value != config.at(key)
-    }
+    other keys. `read` returns the value of a key, which nobody has checked yet: nothing is fitted
+    to a wrong one."""
+    fitted: dict[str, int] = {}
+    with suppress(ValueError, TypeError, AttributeError):
+        # The model may not be on disk, or not say how many positions it has.
+        fitted.update(_fitted_lengths(read, set_keys))
+    with suppress(ValueError, TypeError):
+        batch_size = read("data.train_batch_size")
+        fitted[MINI_BATCH_KEY] = divisor_near(batch_size, read(MINI_BATCH_KEY))
+    changed: dict[str, int] = {}
+    for key, value in fitted.items():
+        if key not in set_keys and value != read(key):
+            changed[key] = value
+    return changed
 
 
-def _fitted_lengths(config: Config, set_keys: Container[str]) -> dict[str, int]:
+def _fitted_lengths(read: Callable[[str], Any], set_keys: Container[str]) -> dict[str, int]:
     """The policy must have positions for both lengths. If neither is set, the prompt gets at most
     half of the positions."""
-    model = config.actor_rollout_ref.model
-    prompt: int = config.at(PROMPT_KEY)
-    response: int = config.at(RESPONSE_KEY)
-    # The model may not be on disk, or not say how many positions it has.
-    with suppress(ValueError, TypeError, AttributeError):
-        positions = num_positions(read_model_file(model.path, model.override_config))
-        room = positions // 2
-        if RESPONSE_KEY in set_keys:
-            room = positions - response
-        if PROMPT_KEY not in set_keys and room > 0:
-            prompt = min(prompt, room)
-        if positions > prompt:
-            response = min(response, positions - prompt)
+    path, override_config = map(read, MODEL_KEYS)
+    positions = num_positions(read_model_file(path, override_config))
+    prompt: int = read(PROMPT_KEY)
+    response: int = read(RESPONSE_KEY)
+    room = positions // 2
+    if RESPONSE_KEY in set_keys:
+        room = positions - response
+    if PROMPT_KEY not in set_keys and room > 0:
+        prompt = min(prompt, room)
+    if positions > prompt:
+        response = min(response, positions - prompt)
     return {PROMPT_KEY: prompt, RESPONSE_KEY: response}
-
-
-def _fitted_mini_batch(config: Config) -> dict[str, int]:
-    return {MINI_BATCH_KEY: divisor_near(config.data.train_batch_size, config.at(MINI_BATCH_KEY))}

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from rolepool.config.fitting import fitted_defaults
 from rolepool.config.functions import EXTENDABLE, EXTENSIONS, import_extensions
 from rolepool.config.loaded import Draft, LoadedConfig, without_values
 from rolepool.config.other_keys import find_other, in_own_words, judge, renamed
@@ -25,7 +24,6 @@ from rolepool.config.parsing import (
 )
 from rolepool.config.resolving import (
     resolve,
-    set_values,
     unknown_functions,
     validate,
     with_followers,
@@ -238,16 +236,11 @@ class _Reading:
             self._problems.append(f"{path}=???: has no value yet; {fix}")
 
     def _validated(self, tree: DictConfig, broken: set[str]) -> Config:
-        """The config, with defaults that fit the values of the other keys. Adds wrong keys to
-        `broken`."""
+        """The config. Adds wrong keys to `broken`."""
         config, wrong = validate(tree, broken, self._leaves, keeps_names=self._keeps_names)
         for path, line in wrong:
             if not self._may_be_added(path):
                 self._problems.append(line)
-        fitted = fitted_defaults(config, self._leaves)
-        if fitted:  # other keys may follow them, so all are resolved again
-            set_values(tree, fitted)
-            config, _ = validate(tree, broken, self._leaves, keeps_names=self._keeps_names)
         return config
 
     def _add(self, tree: Tree, *, null_is_unset: bool = False) -> None:

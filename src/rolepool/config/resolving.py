@@ -8,13 +8,13 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rolepool.config.fitting import FITTED_TO, num_slots
+from rolepool.config.fitting import FITTED_TO, fitted_defaults, num_slots
 from rolepool.config.functions import ANY_NAME, EXTENDABLE_NAMES
 from rolepool.config.parsing import UNPARSABLE, as_plain, flatten, unresolved
 from rolepool.config.schema import Config, all_keys
@@ -83,8 +83,9 @@ def _resolved(tree: DictConfig, path: str) -> object:
 def validate(
     tree: DictConfig, broken: set[str], leaves: Mapping[str, object], *, keeps_names: bool
 ) -> tuple[Config, list[tuple[str, str]]]:
-    """Check every key; with `keeps_names`, functions may have any names. Returns the config, and
-    the wrong keys that the user set with a line for each problem.
+    """Check every key, after other defaults are chosen that fit the values; with `keeps_names`,
+    functions may have any names. Returns the config, and the wrong keys that the user set with a
+    line for each problem.
 
     Wrong keys are added to `broken` and get their defaults, so that the rest can be checked too. A
     key that follows a wrong key is wrong too, but the user did not write it: only the written key
@@ -93,6 +94,8 @@ def validate(
     set_values(tree, {path: all_keys()[path].default for path in broken})
     if tree.trainer.n_gpus_per_node is None:
         tree.trainer.n_gpus_per_node = num_slots(tree.trainer.device)
+    # Before the values are resolved, because other keys may follow the fitted ones.
+    set_values(tree, fitted_defaults(partial(_resolved, tree), leaves))
     values = OmegaConf.to_container(tree, resolve=True)
     try:
         return Config.model_validate(values, context={ANY_NAME: keeps_names}), []

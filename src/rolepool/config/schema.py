@@ -3,16 +3,16 @@
 Owns the key tree. Does not read files. `config.rules` has the rules about several keys.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, TypeAdapter, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 from rolepool.config import model_keys, run_keys
-from rolepool.config.base import MAX_COUNT, Section
+from rolepool.config.base import MAX_COUNT, KeyName, Section, Value, name_read_by
 from rolepool.config.functions import ADV_ESTIMATORS
 
 ROLE_SETTINGS: dict[str, type[Section]] = {}
@@ -27,6 +27,11 @@ class AddedRolesConfig(Section, extra="allow"):
     def _validate_each(cls, sections: dict[str, Any]) -> dict[str, Any]:
         fields: dict[str, Any] = {name: (ROLE_SETTINGS[name], ...) for name in sections}
         return dict(create_model("AddedRoles", **fields).model_validate(sections))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The section of an added role, which mypy cannot know."""
 
 
 class Config(Section):
@@ -76,6 +81,12 @@ class Config(Section):
     def tokens_of_longest_row(self) -> int:
         """The tokens of the longest prompt and of the longest response to it."""
         return self.data.max_prompt_length + self.data.max_response_length
+
+
+def key_name(read: Callable[[Config], Value]) -> KeyName[Value]:
+    """The name of the key, or of the section, that a function reads: `critic.model.path` for
+    `lambda config: config.critic.model.path`. mypy checks that the key exists."""
+    return KeyName(name_read_by(read))
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from multiprocessing.connection import Connection
 from rolepool.config.run_keys import CustomRewardFunctionConfig
 from rolepool.data.child_process import ChildProcess
 from rolepool.data.retries import Retries
-from rolepool.data.reward_signatures import Row
+from rolepool.data.reward_signatures import ResponseRow
 from rolepool.data.rewards import (
     FAILED,
-    Call,
     Outcome,
     RewardError,
     RewardFunction,
+    RowsOfCall,
     SampleError,
     Scored,
 )
@@ -53,7 +53,7 @@ class _Scorer(ChildProcess):
         losing its other calls, unless it does not let the child run."""
         if function.is_async:
             self._silence_s += GRACE_S
-        self._unfinished: dict[int, Call] = {}
+        self._unfinished: dict[int, RowsOfCall] = {}
         """The calls that the child has got, by number, in the order in which it begins them."""
         self._deadline_s = math.inf
 
@@ -69,7 +69,7 @@ class _Scorer(ChildProcess):
     def fileno(self) -> int:
         return self._channel.fileno()
 
-    def begin(self, calls: dict[int, Call]) -> None:
+    def begin(self, calls: dict[int, RowsOfCall]) -> None:
         """Send calls to the child, which has none. A child that has died meanwhile is replaced."""
         # Nothing but the end of the child can be there to read.
         if self._pid is not None and self._channel.poll():
@@ -93,7 +93,7 @@ class _Scorer(ChildProcess):
         self._deadline_s = time.monotonic() + self._silence_s
         return number, outcome
 
-    def end(self) -> tuple[str, dict[int, Call], dict[int, Call]]:
+    def end(self) -> tuple[str, dict[int, RowsOfCall], dict[int, RowsOfCall]]:
         """Stop the child. Returns how it ended, maybe before, the calls that it had begun and the
         others."""
         calls = list(self._unfinished.items())
@@ -122,7 +122,7 @@ class _Scorer(ChildProcess):
         while True:
             loop.run_until_complete(self._make_calls(channel.recv(), send))
 
-    def _outcome(self, call: Call) -> Outcome:
+    def _outcome(self, call: RowsOfCall) -> Outcome:
         retries = Retries(self._keys)
         while True:
             outcome = self._attempt(call)
@@ -131,14 +131,14 @@ class _Scorer(ChildProcess):
                 return retries.explained(outcome)
             time.sleep(wait_s)
 
-    def _attempt(self, call: Call) -> Outcome:
+    def _attempt(self, call: RowsOfCall) -> Outcome:
         try:
             return self._function.score_call(call)
         except RewardError as error:
             return error
 
     async def _make_calls(
-        self, calls: list[tuple[int, Call]], send: Callable[[int, Outcome], None]
+        self, calls: list[tuple[int, RowsOfCall]], send: Callable[[int, Outcome], None]
     ) -> None:
         """Make the calls, which begin in this order."""
         waiting = iter(calls)
@@ -150,7 +150,7 @@ class _Scorer(ChildProcess):
         num_workers = min(self._num_at_once, len(calls))
         await asyncio.gather(*(make_some() for _ in range(num_workers)))
 
-    async def _outcome_async(self, call: Call) -> Outcome:
+    async def _outcome_async(self, call: RowsOfCall) -> Outcome:
         """The same as `_outcome`, within the time limit."""
         retries = Retries(self._keys)
         try:
@@ -166,7 +166,7 @@ class _Scorer(ChildProcess):
         except asyncio.CancelledError:
             return self._function.failure("the function has cancelled itself", call)
 
-    async def _attempt_async(self, call: Call) -> Outcome:
+    async def _attempt_async(self, call: RowsOfCall) -> Outcome:
         try:
             return await self._function.score_call_async(call)
         except RewardError as error:
@@ -176,11 +176,11 @@ class _Scorer(ChildProcess):
 class _Round:
     """The calls for one batch of responses."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[RowsOfCall]) -> None:
         self.outcomes: dict[int, Outcome] = {}
         self._num_calls = len(calls)
         self._waiting = dict(enumerate(calls))
-        self._suspects: dict[int, Call] = {}
+        self._suspects: dict[int, RowsOfCall] = {}
         """Calls of which one has stopped or ended its child. They are repeated, each alone in a
         child."""
 
@@ -188,7 +188,7 @@ class _Round:
     def is_over(self) -> bool:
         return len(self.outcomes) == self._num_calls
 
-    def next_calls(self, num_children: int) -> dict[int, Call]:
+    def next_calls(self, num_children: int) -> dict[int, RowsOfCall]:
         """The calls that one of the children gets next, by number; none if others have got them
         all."""
         if self._suspects:
@@ -198,7 +198,9 @@ class _Round:
             portion = max(1, portion // (2 * num_children))
         return _take(self._waiting, portion)
 
-    def take_back(self, begun: dict[int, Call], others: dict[int, Call]) -> dict[int, Call]:
+    def take_back(
+        self, begun: dict[int, RowsOfCall], others: dict[int, RowsOfCall]
+    ) -> dict[int, RowsOfCall]:
         """The calls of a child that has ended. Returns the one that has ended it, if it was the
         only one."""
         self._waiting = dict(sorted((self._waiting | others).items()))
@@ -208,7 +210,7 @@ class _Round:
         return {}
 
 
-def _take(calls: dict[int, Call], count: int) -> dict[int, Call]:
+def _take(calls: dict[int, RowsOfCall], count: int) -> dict[int, RowsOfCall]:
     """Remove the first calls and return them."""
     numbers = list(islice(calls, count))
     return {number: calls.pop(number) for number in numbers}
@@ -237,7 +239,7 @@ class ScoringProcesses:
             num_children = 1
         self._children = [_Scorer(function, keys, num_in_child) for _ in range(num_children)]
 
-    def score_rows(self, rows: Sequence[Row]) -> list[Scored]:
+    def score_rows(self, rows: Sequence[ResponseRow]) -> list[Scored]:
         """The scores of a batch. Raises the error of a bad row at once; with on_error=zero, failed
         rows get score 0."""
         calls = self._function.calls_for(rows)
@@ -265,7 +267,7 @@ class ScoringProcesses:
             )
         return scored
 
-    def _outcomes(self, calls: Sequence[Call]) -> list[Outcome]:
+    def _outcomes(self, calls: Sequence[RowsOfCall]) -> list[Outcome]:
         """What each call returned, in the order of the calls. With on_error=abort, the first error
         is raised."""
         current = _Round(calls)

@@ -19,7 +19,7 @@ INPUTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The arguments of a function for one response."""
 
 
-class Row(NamedTuple):
+class ResponseRow(NamedTuple):
     """One response, and what a reward function can get with it."""
 
     name: str
@@ -76,7 +76,7 @@ def is_async(function: UserFunction) -> bool:
 
 
 def arguments_of(
-    style: Style, rows: Sequence[Row], answer_key: str | None = None
+    style: Style, rows: Sequence[ResponseRow], answer_key: str | None = None
 ) -> dict[str, object]:
     """The arguments of one call. `answer_key` is the name of the column with the ground truth."""
     if style is Style.RESPONSE:
@@ -91,7 +91,7 @@ def arguments_of(
 
 
 def _with_columns(
-    rows: Sequence[Row], lists: dict[str, list[Any]], answer_key: str | None
+    rows: Sequence[ResponseRow], lists: dict[str, list[Any]], answer_key: str | None
 ) -> dict[str, object]:
     """The arguments of style COMPLETIONS. A column that some rows do not have has None there."""
     extras = [extra or {} for extra in lists["extra_info"]]
@@ -113,7 +113,7 @@ def _with_columns(
     return {**columns, **arguments}
 
 
-def _completion(row: Row) -> object:
+def _completion(row: ResponseRow) -> object:
     """The response in the form of its prompt."""
     text = row.inputs["solution_str"]
     if isinstance(row.prompt, str):

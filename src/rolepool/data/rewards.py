@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rolepool.config.model_keys import RewardKwargsConfig
 from rolepool.data.reward_signatures import (
-    Row,
+    ResponseRow,
     Style,
     UserFunction,
     arguments_of,
@@ -64,10 +64,10 @@ class Scored(NamedTuple):
 class Reward(Protocol):
     """Scores responses: a function in this process, processes with it, or a sum of such."""
 
-    def score_rows(self, rows: Sequence[Row]) -> list[Scored]: ...
+    def score_rows(self, rows: Sequence[ResponseRow]) -> list[Scored]: ...
 
 
-Call = Sequence[Row]
+RowsOfCall = Sequence[ResponseRow]
 """The rows of one call of a function: one row, or a whole batch."""
 Outcome = list[Scored] | RewardError
 """The scores of the rows of one call, or why it failed."""
@@ -104,13 +104,13 @@ class RewardFunction:
         """The same, with code of the user in the processes that `start` makes for a function."""
         return start(self) if self.is_users else self
 
-    def calls_for(self, rows: Sequence[Row]) -> list[Call]:
+    def calls_for(self, rows: Sequence[ResponseRow]) -> list[RowsOfCall]:
         """Which rows each call gets."""
         if self.takes_batches:
             return [rows] if rows else []
         return [[row] for row in rows]
 
-    def score_rows(self, rows: Sequence[Row]) -> list[Scored]:
+    def score_rows(self, rows: Sequence[ResponseRow]) -> list[Scored]:
         """The scores of the rows, one call after another, in this process. Not for async
         functions."""
         scored: list[Scored] = []
@@ -118,7 +118,7 @@ class RewardFunction:
             scored += self.score_call(call)
         return scored
 
-    def score_call(self, call: Call) -> list[Scored]:
+    def score_call(self, call: RowsOfCall) -> list[Scored]:
         """The scores of the rows of one call."""
         try:
             result = self._function(**arguments_of(self.style, call, self._answer_key))
@@ -126,7 +126,7 @@ class RewardFunction:
             raise self.failure(self._describe(error), call) from error
         return self._read(result, call)
 
-    async def score_call_async(self, call: Call) -> list[Scored]:
+    async def score_call_async(self, call: RowsOfCall) -> list[Scored]:
         """The same for an async function. It can be cancelled."""
         try:
             arguments = arguments_of(self.style, call, self._answer_key)
@@ -138,7 +138,7 @@ class RewardFunction:
             raise self.failure(self._describe(error), call) from error
         return self._read(result, call)
 
-    def place_of(self, call: Call) -> str:
+    def place_of(self, call: RowsOfCall) -> str:
         """The rows of a call, for error messages."""
         if len(call) > 1:
             return f"for {len(call)} responses, from {call[0].name} to {call[-1].name}"
@@ -147,11 +147,11 @@ class RewardFunction:
         begins = "begins with" if len(text) > SHOWN_CHARACTERS else "is"
         return f"for {row.name}; the response {begins} {text[:SHOWN_CHARACTERS]!r}"
 
-    def failure(self, problem: str, call: Call) -> SampleError:
+    def failure(self, problem: str, call: RowsOfCall) -> SampleError:
         """The error of a call that has this problem."""
         return SampleError(f"{self.name}: {problem}, {self.place_of(call)}")
 
-    def _read(self, result: object, call: Call) -> list[Scored]:
+    def _read(self, result: object, call: RowsOfCall) -> list[Scored]:
         """What a call returned for each of its rows."""
         try:
             if self.takes_batches:
@@ -162,7 +162,7 @@ class RewardFunction:
             raise RewardError(f"{self.name}: {error}, {self.place_of(call)}") from error
         return [self._read_row(of_row, row) for of_row, row in zip(results, call, strict=True)]
 
-    def _read_row(self, result: object, row: Row) -> Scored:
+    def _read_row(self, result: object, row: ResponseRow) -> Scored:
         if result is None and self._may_leave_out:
             return Scored(math.nan, {})
         try:
@@ -197,13 +197,13 @@ class WeightedRewards:
         placed._scorers = [function.in_processes(start) for _, _, function in self._parts]
         return placed
 
-    def score_rows(self, rows: Sequence[Row]) -> list[Scored]:
+    def score_rows(self, rows: Sequence[ResponseRow]) -> list[Scored]:
         """The sums for all rows. The functions score the rows one after another."""
         of_functions = [scorer.score_rows(rows) for scorer in self._scorers]
         of_rows = zip(*of_functions, strict=True)
         return [self._sum(of_row, row) for of_row, row in zip(of_rows, rows, strict=True)]
 
-    def _sum(self, of_row: Sequence[Scored], row: Row) -> Scored:
+    def _sum(self, of_row: Sequence[Scored], row: ResponseRow) -> Scored:
         """The sum for one response; 0 if a function failed for it. Other numbers of a function are
         logged below its name. The answer is that of the first function that returns one."""
         if all(math.isnan(scored.score) for scored in of_row):
@@ -239,7 +239,7 @@ def score_batch(
     no `raw_prompt` if the functions are built-in rules."""
     columns = {"raw_prompt": [""] * len(responses), **columns}
     read = [columns[name] for name in SCORED_COLUMNS]
-    rows: list[Row] = []
+    rows: list[ResponseRow] = []
     for response, data_source, reward_model, extra_info, origin, uid, prompt in zip(
         responses, *read, strict=True
     ):
@@ -249,7 +249,7 @@ def score_batch(
             "ground_truth": reward_model.get("ground_truth"),
             "extra_info": extra_info,
         }
-        rows.append(Row(f"{origin} (uid {uid})", inputs, prompt))
+        rows.append(ResponseRow(f"{origin} (uid {uid})", inputs, prompt))
     return reward.score_rows(rows)
 
 

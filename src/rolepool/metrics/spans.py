@@ -1,8 +1,8 @@
 """Spans: what one process did, and from when to when.
 
 Every timing that anybody sees is computed from spans. Times are seconds since the epoch on the
-driver's clock; times of other nodes are converted to it before they are written. The table of roles
-says which operation begins a step. `metrics.timeline` explains where the time of a step went.
+driver's clock; times of other nodes are converted to it before they are written.
+`metrics.timeline` explains where the time of a step went.
 """
 
 import time
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Self
 
+from rolepool.placement.built_in_roles import SAVE_CHECKPOINT, TESTING
 from rolepool.placement.plan import DRIVER as DRIVER
 from rolepool.placement.plan import RULE_POOL as RULE_POOL
-from rolepool.placement.roles import FIRST_OPERATION
 from rolepool.reading import Integer, Number
 
-BETWEEN_STEPS = ("testing", "save_checkpoint")
+BETWEEN_STEPS = (TESTING.name, SAVE_CHECKPOINT.name)
 """Operations that start after a step has ended."""
 
 
@@ -128,24 +128,32 @@ def operation_times(spans: Iterable[Recorded]) -> dict[str, float]:
     return dict(times)
 
 
+def may_begin_step(recorded: Recorded) -> bool:
+    """Whether a span is of a call of its step. The driver works between calls, or after a step."""
+    return recorded.span.pool != DRIVER and recorded.operation not in BETWEEN_STEPS
+
+
 def step_bounds(spans: Iterable[Recorded]) -> dict[int, tuple[float, float]]:
-    """Start and end of each step. A step starts with its generation. It ends when the next
-    generation starts; if it is the last step, or a validation or save follows, it ends with its
-    last span."""
-    starts: dict[int, float] = {}
+    """Start and end of each step. A step starts with its first call. It ends when the next step
+    starts; if it is the last step, or a validation or save follows, it ends with its last span."""
+    first_calls: dict[int, tuple[int, float]] = {}
+    """The number and the start of the first call of each step."""
     ends: dict[int, float] = {}
     paused: set[int] = set()
-    for step, operation, span in spans:
+    for recorded in spans:
+        step, operation, span = recorded
         if operation in BETWEEN_STEPS:
             paused.add(step)
             continue
         ends[step] = max(ends.get(step, span.end_s), span.end_s)
-        if operation == FIRST_OPERATION:
-            starts[step] = min(starts.get(step, span.start_s), span.start_s)
-    bounds = {}
-    for step in sorted(starts):
+        if may_begin_step(recorded):
+            call = (span.call, span.start_s)
+            first_calls[step] = min(first_calls.get(step, call), call)
+
+    bounds: dict[int, tuple[float, float]] = {}
+    for step, (_, start_s) in sorted(first_calls.items()):
         end_s = ends[step]
-        if step not in paused:
-            end_s = starts.get(step + 1, end_s)
-        bounds[step] = (starts[step], end_s)
+        if step not in paused and step + 1 in first_calls:
+            _, end_s = first_calls[step + 1]
+        bounds[step] = (start_s, end_s)
     return bounds

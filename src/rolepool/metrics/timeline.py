@@ -7,13 +7,12 @@ it.
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from operator import itemgetter
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded
-from rolepool.placement.roles import FIRST_OPERATION
+from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span, may_begin_step
 
 NONE = -1
 """The position of a span that does not exist."""
@@ -60,6 +59,25 @@ class Cause(NamedTuple):
     """When that one had ended."""
 
 
+class Ended(NamedTuple):
+    """A span that ended before another one."""
+
+    position: int
+    end_s: float
+
+
+_end = attrgetter("end_s")
+
+
+CallKey = tuple[int, str, int, str]
+"""The number of a call, its pool, step and operation. The number alone does not identify it,
+because a resumed run numbers its calls from 0 again."""
+
+
+def _start_and_end(recorded: Recorded) -> tuple[float, float]:
+    return recorded.span.start_s, recorded.span.end_s
+
+
 class Timeline(list[Recorded]):
     """Spans in the order of their starts, with an index. Build it once to ask the functions below
     about many steps.
@@ -69,14 +87,13 @@ class Timeline(list[Recorded]):
     """
 
     def __init__(self, spans: Iterable[Recorded]) -> None:
-        in_order = sorted(spans, key=lambda recorded: (recorded.span.start_s, recorded.span.end_s))
-        super().__init__(in_order)
+        super().__init__(sorted(spans, key=_start_and_end))
         of_rank: dict[Rank, list[int]] = defaultdict(list)
-        # Not by number only, because a resumed run numbers its calls from 0 again.
-        of_call: dict[tuple[int, str, int, str], list[int]] = defaultdict(list)
+        of_call: dict[CallKey, list[int]] = defaultdict(list)
         for position, (step, operation, span) in enumerate(self):
             of_rank[span.pool, span.rank].append(position)
             of_call[span.call, span.pool, step, operation].append(position)
+
         self.of_rank = dict(sorted(of_rank.items()))
         """Positions of the spans of each pool and rank."""
         self.starts_of_rank: dict[Rank, list[float]] = {}
@@ -86,9 +103,10 @@ class Timeline(list[Recorded]):
             self.starts_of_rank[rank] = [self[position].span.start_s for position in positions]
             for before, after in pairwise(positions):
                 self._previous[after] = before
+
         self.call_ends_s = [0.0] * len(self)
         """When the slowest rank of the same call ended, for each span."""
-        self._numbered: dict[int, list[int]] = defaultdict(list)
+        self._slowest: dict[int, list[int]] = defaultdict(list)
         """Positions of the slowest spans by call number; after a resume, several calls have the
         same number."""
         for (number, pool, _, _), positions in of_call.items():
@@ -96,14 +114,29 @@ class Timeline(list[Recorded]):
             for position in positions:
                 self.call_ends_s[position] = self[slowest].span.end_s
             if pool != DRIVER:
-                self._numbered[number].append(slowest)
+                self._slowest[number].append(slowest)
+        self.step_begins = self._find_step_begins(of_call)
+        """Position of the span with which each step begins, by its start."""
+
+    def _find_step_begins(self, of_call: Mapping[CallKey, Sequence[int]]) -> dict[float, int]:
+        """A step begins with its first call, and this one with its first span."""
+        first_calls: dict[int, tuple[int, int]] = {}
+        """The number of the first call of each step, and the position of its first span."""
+        for (number, _, step, _), positions in of_call.items():
+            if may_begin_step(self[positions[0]]):
+                call = (number, positions[0])
+                first_calls[step] = min(first_calls.get(step, call), call)
+        begins: dict[float, int] = {}
+        for _, position in first_calls.values():
+            begins.setdefault(self[position].span.start_s, position)
+        return begins
 
     def inputs_of(self, position: int) -> Iterator[int]:
         """For each call whose result was an input of a span: the position of that call's slowest
         span."""
         span = self[position].span
         for call in span.after:
-            for slowest in reversed(self._numbered.get(call, ())):
+            for slowest in reversed(self._slowest.get(call, ())):
                 if self[slowest].span.start_s <= span.end_s:
                     # Earlier ones with this number are from before a resume.
                     yield slowest
@@ -136,7 +169,22 @@ class Timeline(list[Recorded]):
     def _cause(self, position: int, time_s: float) -> Cause:
         """Why a span that was running at `time_s` did not start to work earlier."""
         span = self[position].span
-        causes = [(NONE, float("-inf"))]
+        ended = [Ended(NONE, float("-inf")), *self._inputs_before(position, time_s)]
+        latest = max(ended, key=_end)
+        if latest.end_s >= span.start_s:
+            return Cause(began_s=latest.end_s, position=latest.position, cause_s=latest.end_s)
+
+        if position in self._previous:
+            before = self._previous[position]
+            ended.append(Ended(before, min(self[before].span.end_s, span.start_s)))
+        if span.pool != DRIVER:
+            ended.extend(self._queued_by(span))
+        latest = max(ended, key=_end)
+        return Cause(began_s=span.start_s, position=latest.position, cause_s=latest.end_s)
+
+    def _inputs_before(self, position: int, time_s: float) -> Iterator[Ended]:
+        """The calls whose results a span had at a time."""
+        span = self[position].span
         for slowest in self.inputs_of(position):
             source = self[slowest].span
             # The driver waits inside its spans, so it has only the results of calls that have
@@ -144,21 +192,15 @@ class Timeline(list[Recorded]):
             # difference between two clocks.
             available_s = source.end_s if span.pool == DRIVER else source.start_s
             if available_s <= time_s:
-                causes.append((slowest, min(source.end_s, time_s)))
-        cause, cause_s = max(causes, key=itemgetter(1))
-        if cause_s >= span.start_s:
-            return Cause(began_s=cause_s, position=cause, cause_s=cause_s)
+                yield Ended(slowest, min(source.end_s, time_s))
 
-        if position in self._previous:
-            before = self._previous[position]
-            causes.append((before, min(self[before].span.end_s, span.start_s)))
+    def _queued_by(self, span: Span) -> Iterator[Ended]:
+        """What the driver did before it queued a call, if that is known."""
         queued_s = min(span.queued_s, span.start_s)
         index = bisect_right(self.starts_of_rank.get((DRIVER, 0), ()), queued_s) - 1
-        if span.pool != DRIVER and index >= 0:
-            queued_by = self.of_rank[DRIVER, 0][index]
-            causes.append((queued_by, min(self[queued_by].span.end_s, queued_s)))
-        cause, cause_s = max(causes, key=itemgetter(1))
-        return Cause(began_s=span.start_s, position=cause, cause_s=cause_s)
+        if index >= 0:
+            position = self.of_rank[DRIVER, 0][index]
+            yield Ended(position, min(self[position].span.end_s, queued_s))
 
 
 def lanes(
@@ -246,8 +288,8 @@ def _explain(
 def critical_path(timeline: Timeline, start_s: float, end_s: float) -> list[Interval]:
     """The chain of causes from `start_s` to `end_s`, without a gap, earliest first.
 
-    A step ends when the next generation starts, so the chain leads to that start. After the last
-    step it leads to the span that ended last.
+    A step ends when the next one starts, so the chain leads to that start. After the last step it
+    leads to the span that ended last.
     """
     path: list[Interval] = []
     last_s = start_s
@@ -263,14 +305,18 @@ def critical_path(timeline: Timeline, start_s: float, end_s: float) -> list[Inte
 
 def _last_span(timeline: Timeline, end_s: float) -> int:
     """The position of the span with which a step ends."""
-    started: list[int] = []
+    if end_s in timeline.step_begins:
+        return timeline.step_begins[end_s]
+    last = NONE
+    last_end_s = float("-inf")
     for position, recorded in enumerate(timeline):
-        start_s = recorded.span.start_s
-        if recorded.operation == FIRST_OPERATION and start_s == end_s:
-            return position
-        if start_s < end_s:
-            started.append(position)
-    return max(started, key=lambda at: min(timeline[at].span.end_s, end_s), default=NONE)
+        if recorded.span.start_s >= end_s:
+            break  # and so do all later ones
+        span_end_s = min(recorded.span.end_s, end_s)
+        if span_end_s > last_end_s:
+            last = position
+            last_end_s = span_end_s
+    return last
 
 
 def step_metrics(timeline: Timeline, start_s: float, end_s: float) -> dict[str, float]:

@@ -6,9 +6,6 @@ Knows what divides and what a plan needs, and nothing about time.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
-
-import numpy as np
 
 from rolepool.config import Config
 from rolepool.errors import RolepoolError
@@ -79,13 +76,14 @@ def layouts(
     if all(size % num_nodes == 0 for size in sizes):
         ways.append([[size // num_nodes] * num_nodes for size in sizes])
 
-    names = ["_".join([*group, "pool"]) for group in groups]
-    homes: dict[Role, str] = {}
-    for name, group in zip(names, groups, strict=True):
-        homes.update(dict.fromkeys(group, name))
     _, unused_roles = needed_roles(config)
     for counts_of_pools in ways:
-        pools = dict(zip(names, counts_of_pools, strict=True))
+        pools: dict[str, Sequence[int]] = {}
+        homes: dict[Role, str] = {}
+        for group, counts in zip(groups, counts_of_pools, strict=True):
+            name = "_".join([*group, "pool"])
+            pools[name] = counts
+            homes.update(dict.fromkeys(group, name))
         # The pools may not fit on the nodes in this way.
         with suppress(RolepoolError):
             plan = place(ResourcePoolManager(pools, homes), inventory, device=config.trainer.device)
@@ -94,13 +92,21 @@ def layouts(
 
 def _node_after_node(sizes: Sequence[int], inventory: Sequence[int]) -> list[list[int]]:
     """The ranks that each pool has on each node, if pools use up one node after another."""
-    nodes: list[int] = np.repeat(range(len(inventory)), inventory).tolist()
-    free_nodes = iter(nodes)
-    counts: list[list[int]] = []
+    node = 0
+    num_free = [*inventory]
+    counts_of_pools: list[list[int]] = []
     for size in sizes:
-        of_pool = list(islice(free_nodes, size))
-        counts.append(np.bincount(of_pool).tolist())
-    return counts
+        counts = [0] * node
+        num_left = size
+        while num_left > 0 and node < len(num_free):
+            num_taken = min(num_left, num_free[node])
+            counts.append(num_taken)
+            num_left -= num_taken
+            num_free[node] -= num_taken
+            if num_free[node] == 0:
+                node += 1
+        counts_of_pools.append(counts)
+    return counts_of_pools
 
 
 def changes_for(config: Config, plan: Plan, tensor_parallel: int) -> dict[str, KeyValue]:

@@ -82,9 +82,11 @@ class Predictor:
             raise ConfigError(
                 f"--speed {unknown[0]}: is no role and no operation; use one of {names}"
             )
-        self._efficiency = {
-            shared.plan.mps: self._fit_sharing(shared) for shared in self.profile.sharing
-        }
+        self._efficiency: dict[bool, float] = {}
+        """How much of a GPU pools that share it get together, with and without MPS, if it was
+        measured."""
+        for shared in self.profile.sharing:
+            self._efficiency[shared.plan.mps] = self._fit_sharing(shared)
 
     def predict(self, name: str, config: Config, plan: Plan) -> Prediction:
         """Raises PlacementError if the plan cannot run, and ConfigError if the profile does not
@@ -99,10 +101,10 @@ class Predictor:
 
         def simulated(deviations: float, sharing_change: float) -> Simulated[float]:
             """The step if each operation takes so many standard deviations longer than expected."""
-            times = {
-                operation: max(0.0, expected.mean + deviations * sqrt(expected.variance))
-                for operation, expected in seconds.items()
-            }
+            times: dict[str, float] = {}
+            for operation, expected in seconds.items():
+                deviation = sqrt(expected.variance)
+                times[operation] = max(0.0, expected.mean + deviations * deviation)
             return simulate(
                 schedule,
                 homes=plan.roles,
@@ -144,11 +146,11 @@ class Predictor:
         self, config: Config, plan: Plan, memory: MemoryEstimate, schedule: Schedule
     ) -> dict[str, Seconds]:
         """The time of each call of a step, alone on its pools."""
+        seconds: dict[str, Seconds] = {}
         # The last call of a schedule is the generation of the next step.
-        return {
-            call.operation: self.seconds(config, plan, call, memory, schedule)
-            for call in schedule.calls[:-1]
-        }
+        for call in schedule.calls[:-1]:
+            seconds[call.operation] = self.seconds(config, plan, call, memory, schedule)
+        return seconds
 
     def seconds(
         self,
@@ -287,21 +289,27 @@ class Predictor:
     def _fit_sharing(self, shared: Recording) -> float:
         """How much of a GPU pools that share it get together: the value with which the prediction
         is what was measured."""
-        config = shared.config
         plan = shared.plan
-        memory = self.memory(config, plan)
-        schedule = self.schedule_of(config)
-        expected = self._seconds_of_calls(config, plan, memory, schedule)
-        times = {operation: seconds.mean for operation, seconds in expected.items()}
+        memory = self.memory(shared.config, plan)
+        schedule = self.schedule_of(shared.config)
+        seconds = self._seconds_of_calls(shared.config, plan, memory, schedule)
+        times = {operation: expected.mean for operation, expected in seconds.items()}
 
         def negative_step_s(efficiency: float) -> float:
-            rate = partial(shared_rate, plan, efficiency)
-            return -simulate(schedule, plan.roles, times, self.profile.hand_over_s, rate).step_s
+            simulated = simulate(
+                schedule,
+                homes=plan.roles,
+                seconds=times,
+                hand_over_s=self.profile.hand_over_s,
+                rate=partial(shared_rate, plan, efficiency),
+            )
+            return -simulated.step_s
 
         # A larger value makes the step shorter, so the negative times are in order.
-        values = np.linspace(0.3, 2.0, 2_000).tolist()
-        at = bisect_left(values, -shared.step_s, key=negative_step_s)
-        return float(values[min(at, len(values) - 1)])
+        efficiencies: list[float] = np.linspace(0.3, 2.0, 2_000).tolist()
+        place = bisect_left(efficiencies, -shared.step_s, key=negative_step_s)
+        last = len(efficiencies) - 1
+        return efficiencies[min(place, last)]
 
 
 def _most_nodes(plans: Iterable[Plan]) -> int:

@@ -27,12 +27,14 @@ from rolepool.metrics.spans import (
     Part,
     Recorded,
     Span,
+    may_begin_step,
     step_bounds,
 )
 from rolepool.metrics.timeline import Timeline
+from rolepool.placement.built_in_roles import UPDATE_WEIGHTS
 from rolepool.placement.estimate import MicroBatch, shape_of
 from rolepool.placement.plan import Plan
-from rolepool.placement.roles import FIRST_OPERATION, OPERATIONS, ROLE_SPECS, Operation, Role
+from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Operation, Role
 from rolepool.planner.costs import (
     ALL_VISIBLE,
     PARTLY_VISIBLE,
@@ -53,7 +55,7 @@ NUM_WARM_STEPS = 2
 """The first steps compile and allocate, so they are not used if there are others."""
 REST = "rest"
 """The time of a call outside of its parts, with fetching its inputs."""
-SYNC = "update_weights"
+SYNC = UPDATE_WEIGHTS
 SYNC_BETWEEN = "update_weights between pools"
 """A sync counts as another operation if its roles are in different pools."""
 BYTES_PER_S = 1e9
@@ -166,9 +168,9 @@ class Profile:
         for recording in self.recordings:
             sharding_times.extend(recording.sharding)
         self.sharding = ShardingCosts(sharding_times)
-        self.costs = {
-            (operation, part): self._fit(operation, part) for operation, part in self._measured
-        }
+        self.costs: dict[tuple[str, str], LinearCost] = {}
+        for operation, part in self._measured:
+            self.costs[operation, part] = self._fit(operation, part)
         self.bytes_per_s = BYTES_PER_S
         if self._fetched_s:
             self.bytes_per_s = self._fetched_bytes / self._fetched_s
@@ -241,9 +243,13 @@ class Profile:
         spans = [timeline[position].span for position in positions]
         first = spans[0]
         self._add_hand_over(SYNC, timeline, positions, first)
-        took_s = max(span.end_s for span in spans) - first.start_s
-        num_ranks = recording.plan.pool_of(Role.Actor).world_size
-        self._measured[SYNC_BETWEEN, REST].append(MeasuredWork(Work(1), num_ranks, took_s))
+        ended_s = max(span.end_s for span in spans)
+        measured = MeasuredWork(
+            work=Work(1),
+            num_ranks=recording.plan.pool_of(Role.Actor).world_size,
+            seconds=ended_s - first.start_s,
+        )
+        self._measured[SYNC_BETWEEN, REST].append(measured)
 
     def _observe_call(
         self,
@@ -505,9 +511,12 @@ def ranks_of(config: Config, plan: Plan, role: str, pool: str, operation: str) -
 
 
 def measured_steps(spans: Iterable[Recorded]) -> list[int]:
-    """The steps of a recording that are used: not the first ones, and not a step that has not
-    ended."""
-    steps = sorted({recorded.step for recorded in spans if recorded.operation == FIRST_OPERATION})
+    """The steps of a recording that are used: not the first ones, and not all of a long run."""
+    recorded_steps: set[int] = set()
+    for recorded in spans:
+        if may_begin_step(recorded):
+            recorded_steps.add(recorded.step)
+    steps = sorted(recorded_steps)
     num_skipped = min(NUM_WARM_STEPS, max(0, len(steps) - 2))
     used = steps[num_skipped:]
     stride = max(1, len(used) // MAX_STEPS)
@@ -516,12 +525,14 @@ def measured_steps(spans: Iterable[Recorded]) -> list[int]:
 
 def _add_generation(rows: Rows, data: DataConfig, slowest: Span) -> None:
     """Add the lengths of a generation, and the decode steps of its slowest rank."""
-    num_tokens = slowest.num_tokens / max(1, slowest.num_rows)
-    decoded = [part for part in slowest.parts if part.name == DECODE and part.num_tokens]
-    if decoded and slowest.num_rows:
-        rows.live.append((slowest.num_rows, decoded))
+    num_rows = max(1, slowest.num_rows)
+    num_tokens = slowest.num_tokens / num_rows
+    decode_steps = [part for part in slowest.parts if part.name == DECODE and part.num_tokens]
+    if decode_steps and slowest.num_rows:
+        rows.live.append((slowest.num_rows, decode_steps))
+        num_decoded = sum(part.num_tokens for part in decode_steps)
         # The first token of each response comes from the prefill.
-        num_sampled = sum(part.num_tokens for part in decoded) / slowest.num_rows + 1
+        num_sampled = num_decoded / num_rows + 1
     else:
         # Prompts and responses are assumed to be in proportion to their largest lengths.
         largest = data.max_prompt_length + data.max_response_length

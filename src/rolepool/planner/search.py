@@ -5,6 +5,7 @@ arrays of sizes at a time; only the best ones become predictions. If there are v
 are tried first, and then those next to the best ones.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
@@ -180,7 +181,8 @@ def _grid(choices: Sequence[Sizes], num_gpus: int, stride: int) -> Sizes | None:
     """All combinations of every n-th size of each group, one in each row; None if there are too
     many."""
     sizes_of_groups = [sizes[::stride] for sizes in choices]
-    if np.prod([len(sizes) for sizes in sizes_of_groups]) > MAX_GRID:
+    num_combinations = math.prod(map(len, sizes_of_groups))
+    if num_combinations > MAX_GRID:
         return None
     axes = np.meshgrid(*sizes_of_groups, indexing="ij")
     grid: Sizes = np.stack(axes, axis=-1).reshape(-1, len(choices))
@@ -195,12 +197,13 @@ def _neighbours(
 ) -> list[tuple[int, ...]]:
     """The combinations in which the size of each group is at most one stride away in its choices,
     and which fit on the GPUs."""
-    nearby = []
+    choices_nearby: list[Sizes] = []
     for sizes, size in zip(choices, combination, strict=True):
         place = int(np.searchsorted(sizes, size))
-        places = [place - stride, place, place + stride]
-        nearby.append([sizes[index] for index in places if 0 <= index < len(sizes)])
-    return [sizes for sizes in product(*nearby) if sum(sizes) <= num_gpus]
+        indices = np.arange(place - stride, place + stride + 1, stride)
+        is_choice = (indices >= 0) & (indices < len(sizes))
+        choices_nearby.append(sizes[indices[is_choice]])
+    return [nearby for nearby in product(*choices_nearby) if sum(nearby) <= num_gpus]
 
 
 class _Simulator:

@@ -8,6 +8,7 @@ depend on the number of ranks.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -27,11 +28,12 @@ class Costs(NamedTuple):
     @classmethod
     def fit(cls, times: Sequence[ShardingTime]) -> "Costs":
         """The costs with which the smallest and the largest model take as long as measured."""
-        small = min(times, key=lambda one: one.num_params)
-        large = max(times, key=lambda one: one.num_params)
+        small = min(times, key=attrgetter("num_params"))
+        large = max(times, key=attrgetter("num_params"))
+        more_params = large.num_params - small.num_params
         per_param_s = 0.0
-        if large.num_params > small.num_params:
-            per_param_s = (large.added_s - small.added_s) / (large.num_params - small.num_params)
+        if more_params > 0:
+            per_param_s = (large.added_s - small.added_s) / more_params
         if small.part != OPTIMIZER:
             # Only noise can make more data faster. An optimizer is faster, because each rank
             # updates only its shard.
@@ -45,8 +47,8 @@ class ShardingCosts:
 
     def __init__(self, times: Iterable[ShardingTime]) -> None:
         by_ranks: dict[tuple[str, int], list[ShardingTime]] = defaultdict(list)
-        for one in times:
-            by_ranks[one.part, one.num_ranks].append(one)
+        for measured_time in times:
+            by_ranks[measured_time.part, measured_time.num_ranks].append(measured_time)
         self._costs: dict[str, dict[int, Costs]] = defaultdict(dict)
         """By part and number of ranks."""
         for (part, num_ranks), measured in sorted(by_ranks.items()):
@@ -82,10 +84,11 @@ class PieceSharding(NamedTuple):
         that of the nearest number."""
         if num_ranks == 1:
             return 0.0
-        measured_s = [
-            one.per_unit_s * self.num_units + one.per_param_s * self.num_params
-            for one in self.costs.values()
-        ]
+        measured_s: list[float] = []
+        for costs in self.costs.values():
+            of_units_s = costs.per_unit_s * self.num_units
+            of_params_s = costs.per_param_s * self.num_params
+            measured_s.append(of_units_s + of_params_s)
         return max(0.0, float(np.interp(num_ranks, [*self.costs], measured_s)))
 
     def covers(self, num_ranks: int) -> bool:

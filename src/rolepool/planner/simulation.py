@@ -7,14 +7,13 @@ come from the caller: this module knows neither profiles nor costs.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import groupby
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from rolepool.metrics.spans import DRIVER, RULE_POOL
-from rolepool.placement.plan import Plan, Schedule
+from rolepool.placement.plan import Plan, Schedule, ScheduledCall
 from rolepool.placement.roles import Role
 
 NUM_STEPS = 4
@@ -29,7 +28,7 @@ Duration = TypeVar("Duration", float, Times)
 """The times of one placement are numbers. Those of many placements are arrays."""
 
 
-class Call(NamedTuple, Generic[Duration]):
+class SimulatedCall(NamedTuple, Generic[Duration]):
     """A call of the simulated steps, and how long it takes alone."""
 
     operation: str
@@ -46,7 +45,7 @@ class Simulated(NamedTuple, Generic[Duration]):
     """Simulated steps, of which the last one counts: it lasts from its generation to the next
     one."""
 
-    calls: Sequence[Call[Duration]]
+    calls: Sequence[SimulatedCall[Duration]]
     starts: Mapping[int, Duration]
     ends: Mapping[int, Duration]
     """When each call starts and ends, by its position."""
@@ -71,26 +70,43 @@ class Simulated(NamedTuple, Generic[Duration]):
         end_s = self.starts[end]
         busy: dict[str, float] = defaultdict(float)
         for position, call in enumerate(self.calls):
-            inside_s = min(self.ends[position], end_s) - max(self.starts[position], begin_s)
+            since_s = max(self.starts[position], begin_s)
+            until_s = min(self.ends[position], end_s)
             for pool in call.pools:
-                busy[pool] += max(0.0, inside_s) / self.step_s
+                busy[pool] += max(0.0, until_s - since_s) / self.step_s
         return dict(busy)
 
     @property
     def path(self: "Simulated[float]") -> list[tuple[str, float]]:
-        """What the step waits for, in the order of time: operations and their seconds."""
-        begin, position = self._bounds
-        links: list[tuple[str, float]] = []
-        # Backwards from the end of the step, from each call to the one that it waited for longest.
-        while self.starts[position] > self.starts[begin]:
-            position = max(self.calls[position].after, key=lambda earlier: self.ends[earlier])
-            since_s = max(self.starts[position], self.starts[begin])
-            links.append((self.calls[position].operation, self.ends[position] - since_s))
-        links.reverse()
+        """What the step waits for, in the order of time: operations and their seconds. Calls of one
+        operation that follow each other are one entry."""
         path: list[tuple[str, float]] = []
-        for operation, group in groupby(links, key=lambda link: link[0]):
-            path.append((operation, sum(seconds for _, seconds in group)))
+        for operation, seconds in reversed(self._path_backwards()):
+            if path and path[-1][0] == operation:
+                _, earlier_s = path.pop()
+                seconds += earlier_s
+            path.append((operation, seconds))
         return path
+
+    def _path_backwards(self: "Simulated[float]") -> list[tuple[str, float]]:
+        """The same for single calls, from the end of the step to its start: from each call to the
+        one that it waited for longest."""
+        begin, position = self._bounds
+        begin_s = self.starts[begin]
+        calls: list[tuple[str, float]] = []
+        while self.starts[position] > begin_s:
+            position = self._last_cause(position)
+            since_s = max(self.starts[position], begin_s)
+            calls.append((self.calls[position].operation, self.ends[position] - since_s))
+        return calls
+
+    def _last_cause(self: "Simulated[float]", position: int) -> int:
+        """The position of the call that ended last of those that a call waited for."""
+
+        def end_s(earlier: int) -> float:
+            return self.ends[earlier]
+
+        return max(self.calls[position].after, key=end_s)
 
 
 def simulate(
@@ -124,35 +140,50 @@ def _calls_of_steps(
     homes: Mapping[Role, str],
     seconds: Mapping[str, Duration],
     hand_over_s: Mapping[str, float],
-) -> list[Call[Duration]]:
+) -> list[SimulatedCall[Duration]]:
     """The calls of the simulated steps, and the generation after them."""
     num_calls = len(schedule.calls) - 1
-    calls: list[Call[Duration]] = []
+    calls: list[SimulatedCall[Duration]] = []
     last_of_pool: dict[str, int] = {}
     for position in range(num_calls * (NUM_STEPS - 1) + 1):
-        call = schedule.calls[position % num_calls]
         # The last call of the schedule is the generation of the next step. It says what the first
         # call of a step waits for in the step before.
         number = position % num_calls or num_calls
         first = position - number
-        pools = tuple({homes.get(role, RULE_POOL) for role in call.roles}) or (DRIVER,)
-        after = {first + earlier for earlier in schedule.calls[number].after}
-        after |= {last_of_pool.get(pool, -1) for pool in pools}
+        call = schedule.calls[number]
+        pools = _pools_of(call, homes)
+
+        after: set[int] = set()
+        for earlier in call.after:
+            # The first step has no step before, so some positions would be negative.
+            if first + earlier >= 0:
+                after.add(first + earlier)
+        for pool in pools:
+            if pool in last_of_pool:
+                after.add(last_of_pool[pool])
+            last_of_pool[pool] = position
+
+        operation = schedule.calls[position % num_calls].operation
         calls.append(
-            Call(
-                operation=call.operation,
+            SimulatedCall(
+                operation=operation,
                 pools=pools,
-                # The first step has no step before, so some positions are negative.
-                after=tuple(sorted(earlier for earlier in after if earlier >= 0)),
-                seconds=seconds[call.operation],
-                hand_over_s=hand_over_s.get(call.operation, 0.0),
+                after=tuple(sorted(after)),
+                seconds=seconds[operation],
+                hand_over_s=hand_over_s.get(operation, 0.0),
             )
         )
-        last_of_pool.update(dict.fromkeys(pools, position))
     return calls
 
 
-def _at_full_speed(calls: Sequence[Call[Duration]]) -> Simulated[Duration]:
+def _pools_of(call: ScheduledCall, homes: Mapping[Role, str]) -> tuple[str, ...]:
+    """The pools of a call. A role without a pool is a rule, and the driver has no role."""
+    if not call.roles:
+        return (DRIVER,)
+    return tuple({homes.get(role, RULE_POOL) for role in call.roles})
+
+
+def _at_full_speed(calls: Sequence[SimulatedCall[Duration]]) -> Simulated[Duration]:
     """No call slows another one down."""
     starts: dict[int, Duration] = {}
     ends: dict[int, Duration] = {}
@@ -166,7 +197,7 @@ def _at_full_speed(calls: Sequence[Call[Duration]]) -> Simulated[Duration]:
     return Simulated(calls, starts, ends)
 
 
-def _by_events(calls: Sequence[Call[float]], rate: Rate) -> Simulated[float]:
+def _by_events(calls: Sequence[SimulatedCall[float]], rate: Rate) -> Simulated[float]:
     """From each start or end of a call to the next one: until then, all calls that run have the
     same rates."""
     starts: dict[int, float] = {}

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -170,6 +170,8 @@ def read_run(
     run = open_run(folder)
     end_of = partial(last_lines, last_bytes=last_bytes)
     run.spans = list(run.read_lines("spans.jsonl", read_span, end_of))
+    if _is_longer(run.folder / "spans.jsonl", last_bytes):
+        run.spans = _without_first_step(run.spans)
     run.monitor = list(run.read_lines("monitor.jsonl", read_sample, end_of))
     for row in run.read_lines("metrics.jsonl", read_row, lines_of_metrics):
         if not isinstance(row, Event):
@@ -179,6 +181,16 @@ def read_run(
             run.events.append(row)
     run.metrics = dict(sorted(run.metrics.items()))
     return run
+
+
+def _is_longer(path: Path, num_bytes: float) -> bool:
+    return path.is_file() and path.stat().st_size > num_bytes
+
+
+def _without_first_step(spans: Sequence[Recorded]) -> list[Recorded]:
+    """The spans of which none is missing. The first step at the end of a long file may have lost
+    its first spans, so it would seem to have begun later."""
+    return list(dropwhile(lambda recorded: recorded.step == spans[0].step, spans))
 
 
 def open_run(folder: str | Path) -> Run:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -22,6 +22,7 @@ from rolepool.config.model_keys import RewardModelModelConfig
 from rolepool.config.stop_tokens import read_stop_tokens, united
 from rolepool.data.prompts import PromptSet
 from rolepool.data.reward_functions import load_reward_function
+from rolepool.data.reward_signatures import UserFunction
 from rolepool.data.reward_texts import reward_texts
 from rolepool.data.rewards import RewardFunction, WeightedRewards
 from rolepool.data.tokenizer import load_tokenizer
@@ -37,8 +38,6 @@ from rolepool.weights.channels import channel_of
 
 CPUS_PER_HELPER, MAX_HELPERS = 8, 8
 """Rule rewards use one process for so many CPUs of the driver's node, up to a limit."""
-Reward = Callable[..., Any]
-"""A reward function that the config does not name."""
 Models = dict[str, PretrainedConfig]
 """The config.json of each model of a run, by the key that names the model."""
 
@@ -60,7 +59,7 @@ def build_roles(
     config: Config,
     num_steps: int,
     dtype: torch.dtype = torch.float32,
-    reward: Reward | None = None,
+    reward: UserFunction | None = None,
     num_helpers: int = 1,
     tell: Callable[[str], None] = lambda line: None,
     *,
@@ -161,13 +160,13 @@ def stop_tokens_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
     return united([tokenizer.eos_token_id], read_stop_tokens(config).ids)
 
 
-def check_inputs(config: Config, plan: Plan, reward: Reward | None = None) -> Inputs:
+def check_inputs(config: Config, plan: Plan, reward: UserFunction | None = None) -> Inputs:
     """The models of a run, and how many processes a rule reward needs.
 
     Raises ConfigError, before a process starts, if a model, function or class cannot be loaded.
     """
     policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    sections = dict.fromkeys(ROLE_SPECS[role].model for role in plan.roles)
+    sections: dict[str, None] = dict.fromkeys(ROLE_SPECS[role].model for role in plan.roles)
     models = {section: read_model_config(config, section) for section in sections}
     for role in plan.roles:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)

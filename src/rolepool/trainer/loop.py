@@ -11,11 +11,11 @@ import torch
 
 from rolepool.cluster import Cluster
 from rolepool.config import Config, LoadedConfig
+from rolepool.data.reward_signatures import UserFunction
 from rolepool.errors import WorkerError
 from rolepool.models.checkpoint import remove_unfinished
 from rolepool.trainer.beginning import StartPoint, find_start, why_nothing_is_left
 from rolepool.trainer.between import BetweenSteps
-from rolepool.trainer.build import Reward
 from rolepool.trainer.console import Observer as Observer
 from rolepool.trainer.deployment import Deployment
 from rolepool.trainer.mover import Mover
@@ -31,7 +31,10 @@ class Trainer:
     """A training run, from the config to the last step."""
 
     def __init__(
-        self, loaded: LoadedConfig, dtype: torch.dtype = torch.float32, reward: Reward | None = None
+        self,
+        loaded: LoadedConfig,
+        dtype: torch.dtype = torch.float32,
+        reward: UserFunction | None = None,
     ) -> None:
         """Check and read everything that needs no process."""
         self.parts = RunParts(loaded, dtype, reward)

@@ -34,7 +34,7 @@ PROGRESS_S = 5.0
 """How often whoever asked for a move gets a line."""
 
 
-class Request(BaseModel):
+class MoveRequest(BaseModel):
     """`move.json`: what `rolepool move` asks for, and the answer of the run."""
 
     words: list[str]
@@ -98,10 +98,10 @@ def changed_pools(config: Config, plan: Plan, new_config: Config, new_plan: Plan
     return [name for name, pool in new_plan.pools.items() if plan.pools.get(name) != pool]
 
 
-def take_request(run_folder: Path) -> Request | None:
+def take_request(run_folder: Path) -> MoveRequest | None:
     """A request that was not answered yet."""
     with suppress(OSError, ValueError):
-        request = Request.model_validate_json(read_small(request_file(run_folder)))
+        request = MoveRequest.model_validate_json(read_small(request_file(run_folder)))
         return request if request.answer is None else None
     return None
 
@@ -144,13 +144,13 @@ def ask_run(
         raise ConfigError(
             f"{file}: the run was asked already and has not answered; wait, or remove this file"
         )
-    write_atomically(file, [Request(words=list(words)).model_dump_json()])
+    write_atomically(file, [MoveRequest(words=list(words)).model_dump_json()])
     try:
         start_s = time.monotonic()
         last_state, next_line_s = "", 0.0
         while (waited_s := time.monotonic() - start_s) < timeout_s:
             with explained(f"{file}: cannot be read", "ask again", ValueError):
-                request = Request.model_validate_json(read_small(file))
+                request = MoveRequest.model_validate_json(read_small(file))
             if request.is_refused:
                 raise ConfigError(f"move: {request.answer}")
             if request.answer is not None:

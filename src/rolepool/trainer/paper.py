@@ -1,25 +1,25 @@
 """A step on paper: the pipeline, with roles that compute nothing and only record the calls.
 
-Owns finding the step, and turning the recorded calls into a graph. Imports neither torch nor ray,
+Owns finding the step, and the graph of its calls. Their names come from the recorder, as those of a
+run do. Imports neither torch nor ray,
 so that `plan` can use it.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from rolepool.config import Config
 from rolepool.config.functions import ADV_ESTIMATORS, Needs, import_object
 from rolepool.config.schema import all_keys
+from rolepool.placement.built_in_roles import ADV
 from rolepool.placement.plan import NEXT_STEP, Schedule, ScheduledCall
 from rolepool.placement.roles import Role, needed_roles
 from rolepool.trainer.pipeline import Pipeline
+from rolepool.trainer.recorder import CallRecorder, NotedCall
 from rolepool.trainer.step import Roles, Step, in_one_function, ppo_step, remax_step
 
-UNNAMED = "adv"
-"""The operation of calls that the step does not name: what the driver does."""
 MAX_EPOCHS = 3
 """The largest number of epochs in a schedule. Further epochs make the graph larger, but add no
 overlap."""
@@ -31,42 +31,59 @@ def step_of(config: Config, needs: Needs | None = None) -> Step[Any]:
     if config.trainer.step is not None:
         named = import_object("trainer.step", config.trainer.step)
         return named if isinstance(named, Step) else in_one_function(named)
-    known = ADV_ESTIMATORS.get(config.algorithm.adv_estimator, ()) if needs is None else needs
-    return remax_step if "reward_baselines" in known else ppo_step
+    if needs is None:
+        needs = ADV_ESTIMATORS.get(config.algorithm.adv_estimator, ())
+    return remax_step if "reward_baselines" in needs else ppo_step
 
 
 def schedule_of(config: Config) -> Schedule:
     """The schedule of a step in which every role that is trained updates, up to the next step's
     generation."""
-    for key in (key for key in all_keys() if key.endswith(".ppo_epochs")):
-        config = config.with_value(key, min(MAX_EPOCHS, config.at(key)))
-    notes = _Notes()
-    names_of_roles = (*needed_roles(config)[0], Role.RewardModel)
-    roles = Roles({role: _PaperRole(notes, role) for role in names_of_roles}, _PaperWeights(notes))
-    recorder: Any = notes  # in place of the estimator
-    pipeline = Pipeline(step_of(config), recorder, _PaperPrompts())
+    for key in all_keys():
+        if key.endswith(".ppo_epochs"):
+            config = config.with_value(key, min(MAX_EPOCHS, config.at(key)))
+    graph = _Graph()
+    proxies: dict[str, Any] = {}
+    needed, _ = needed_roles(config)
+    for role in (*needed, Role.RewardModel):
+        proxies[role] = _PaperRole(graph, role)
+    roles = Roles(proxies, _PaperWeights(graph))
+    estimator: Any = _PaperEstimator(graph, roles.recorder)
+    pipeline = Pipeline(step_of(config), estimator, _PaperPrompts())
+
     number = config.trainer.critic_warmup + 1
-    names = _make_step(pipeline, config, roles, number)
-    num_calls = len(notes.made)
-    # The next step is made, too, because its first call ends this one.
-    names_of_next = _make_step(pipeline, config, roles, number + 1)
-    names[num_calls] = f"{NEXT_STEP}{names_of_next.get(num_calls, UNNAMED)}"
-    scheduled = []
-    for position, call in enumerate(notes.made[: num_calls + 1]):
-        scheduled.append(ScheduledCall(names.get(position, UNNAMED), *call))
+    pipeline.generate(config, roles, number)
+    names = _names_of(_learned(pipeline, config, roles))
+    num_calls = len(graph.calls)
+    # The next step begins, too, because its first call ends this one.
+    following: Sequence[NotedCall] = pipeline.generate(config, roles, number + 1)
+    if not following:  # a step in one function makes all its calls in the second phase
+        following = _learned(pipeline, config, roles)
+    names[num_calls] = f"{NEXT_STEP}{_names_of(following)[num_calls]}"
+
+    scheduled: list[ScheduledCall] = []
+    for position, call in enumerate(graph.calls[: num_calls + 1]):
+        scheduled.append(ScheduledCall(names[position], call.roles, call.after))
     return Schedule(tuple(scheduled))
 
 
-def _make_step(pipeline: Pipeline, config: Config, roles: Roles, number: int) -> dict[int, str]:
-    """Make both phases of a step. Returns the operation of each call, by its position."""
-    pipeline.generate(config, roles, number)
+def _learned(pipeline: Pipeline, config: Config, roles: Roles) -> list[NotedCall]:
+    """Make the second phase of a step. Returns the calls of both phases."""
     step = pipeline.learn(config, roles)
-    calls: Mapping[str, Any] = step.calls.calls
+    noted: list[NotedCall] = []
+    for operation, futures in step.calls.calls.items():
+        for future in futures:
+            noted.append(NotedCall(operation, future))
+    # Calls that a step of a user makes after `learn` are not in what it returns.
+    return [*noted, *roles.recorder.take()]
+
+
+def _names_of(noted: Iterable[NotedCall]) -> dict[int, str]:
+    """The operation of each call, by its position."""
     names: dict[int, str] = {}
-    for operation, batches in calls.items():
-        for batch in batches:
-            for position in batch.calls:
-                names[position] = operation
+    for operation, future in noted:
+        for position in future.calls:
+            names[position] = operation
     return names
 
 
@@ -100,30 +117,56 @@ class PaperBatch:
     select = __getitem__ = reorder  # some rows or columns come from the same calls
 
 
-@dataclass
-class _Notes:
-    """The calls that were made, by position: the roles of each, and the calls that end before it
-    starts."""
+class _Node(NamedTuple):
+    """A call in the graph."""
 
-    made: list[tuple[frozenset[Role], frozenset[int]]] = field(default_factory=list)
-    last_of: dict[Role, int] = field(default_factory=dict)
-    """The last call of each role."""
-    waited_for: set[int] = field(default_factory=set)
-    """The calls that the driver has waited for."""
+    roles: frozenset[Role]
+    """The roles that compute it; none if the driver does."""
+    after: frozenset[int]
+    """The positions of the calls that end before it starts."""
 
-    def call(self, roles: tuple[Role, ...], /, *args: Any, **kwargs: Any) -> PaperBatch:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, PaperBatch)]
-        after = {call for batch in given for call in batch.calls} | self.waited_for
-        after.update(self.last_of[role] for role in roles if role in self.last_of)
-        position = len(self.made)
-        self.made.append((frozenset(roles), frozenset(after)))
-        self.last_of.update(dict.fromkeys(roles, position))
+
+class _Graph:
+    """The calls that were made, by position."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Node] = []
+        self._last_of: dict[Role, int] = {}
+        """The last call of each role."""
+        self._waited_for: set[int] = set()
+        """The calls that the driver has waited for."""
+
+    def add(self, roles: Sequence[Role], *inputs: object) -> PaperBatch:
+        """Add a call of these roles. It waits for its inputs, for the last calls of its roles, and
+        for what the driver has waited for."""
+        after = set(self._waited_for)
+        for batch in inputs:
+            if isinstance(batch, PaperBatch):
+                after |= batch.calls
+        position = len(self.calls)
+        for role in roles:
+            if role in self._last_of:
+                after.add(self._last_of[role])
+            self._last_of[role] = position
+        self.calls.append(_Node(frozenset(roles), frozenset(after)))
         return PaperBatch(frozenset({position}))
 
-    def estimate(self, *given: Any) -> SimpleNamespace:
-        """Replaces the estimator: the driver waits for all that it is given."""
-        batch = self.call((), *given)
-        self.waited_for |= batch.calls
+    def wait_for(self, batch: PaperBatch) -> None:
+        """The driver waits for a result, so all later calls do."""
+        self._waited_for |= batch.calls
+
+
+@dataclass(frozen=True)
+class _PaperEstimator:
+    """Replaces the estimator, which waits for all that it is given."""
+
+    graph: _Graph
+    recorder: CallRecorder
+
+    def estimate(self, *inputs: object) -> SimpleNamespace:
+        batch = self.graph.add((), *inputs)
+        self.graph.wait_for(batch)
+        self.recorder.note(ADV.name, batch)
         return SimpleNamespace(batch=batch, lengths=())
 
 
@@ -131,10 +174,10 @@ class _Notes:
 class _PaperWeights:
     """A transfer of weights that is one call of both roles."""
 
-    notes: _Notes
+    graph: _Graph
 
     def send(self, version: int) -> Any:
-        return [self.notes.call((Role.Actor, Role.Rollout))]
+        return [self.graph.add((Role.Actor, Role.Rollout))]
 
     def check(self) -> None:
         """Nothing was sent."""
@@ -142,11 +185,14 @@ class _PaperWeights:
 
 @dataclass(frozen=True)
 class _PaperRole:
-    """A role whose methods only record the call."""
+    """A role whose methods only add a call to the graph."""
 
-    notes: _Notes
+    graph: _Graph
     role: Role
     dp_size: int = 1
 
     def __getattr__(self, method: str) -> Callable[..., PaperBatch]:
-        return partial(self.notes.call, (self.role,))
+        def call(*args: object, **kwargs: object) -> PaperBatch:
+            return self.graph.add((self.role,), *args, *kwargs.values())
+
+        return call

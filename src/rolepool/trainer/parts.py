@@ -9,6 +9,7 @@ import torch
 from rolepool.cluster import Cluster
 from rolepool.config import Config, LoadedConfig
 from rolepool.data.prompts import PromptLoader, PromptSet
+from rolepool.data.reward_signatures import UserFunction
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import PlacementError
 from rolepool.metrics.run_folder import RunFolder
@@ -16,7 +17,7 @@ from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, RepeatedPrompts
 from rolepool.trainer.bad_steps import BadSteps
-from rolepool.trainer.build import Reward, build_roles, check_inputs, check_prompts
+from rolepool.trainer.build import build_roles, check_inputs, check_prompts
 from rolepool.trainer.checkpoint import Checkpoints
 from rolepool.trainer.interrupt import Interrupt
 from rolepool.trainer.journal import Journal
@@ -28,7 +29,9 @@ from rolepool.trainer.step import Roles
 class RunParts:
     """Everything that a run has before its processes start."""
 
-    def __init__(self, loaded: LoadedConfig, dtype: torch.dtype, reward: Reward | None) -> None:
+    def __init__(
+        self, loaded: LoadedConfig, dtype: torch.dtype, reward: UserFunction | None
+    ) -> None:
         self.loaded = loaded
         self._dtype = dtype
         self._reward = reward

@@ -8,11 +8,12 @@ on paper, so it imports neither torch nor ray.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rolepool.config import Config
+from rolepool.trainer.recorder import NotedCall
 from rolepool.trainer.state import TrainState
 from rolepool.trainer.step import Roles, Step, StepCalls
 
@@ -45,6 +46,8 @@ class Waiting:
     """The position in the prompts before this batch was taken."""
     generated: Any
     """What the first phase of the step has returned."""
+    calls: Sequence[NotedCall]
+    """The calls of the first phase."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +69,23 @@ class Pipeline:
         self._prompts = prompts
         self._queue: deque[Waiting] = deque()
 
-    def generate(self, config: Config, roles: Roles, number: int) -> None:
-        """The first phase: take prompts, and queue the calls that generate and score responses."""
+    def generate(self, config: Config, roles: Roles, number: int) -> Sequence[NotedCall]:
+        """The first phase: take prompts, and queue the calls that generate and score responses.
+        Returns these calls."""
         position = self._prompts.state_dict()
         epoch = self._prompts.epoch
         prompts = self._prompts.next_batch()
+        roles.recorder.begin()
         generated = self._step.generate(config, roles, prompts, number)
-        self._queue.append(Waiting(prompts, epoch, position, generated))
+        calls = roles.recorder.take()
+        self._queue.append(Waiting(prompts, epoch, position, generated, calls))
+        return calls
 
     def learn(self, config: Config, roles: Roles) -> RunningStep:
         """The second phase, with the oldest batch of the queue: wait for its responses, and queue
         the updates."""
         oldest = self._queue.popleft()
+        roles.recorder.begin(oldest.calls)
         calls = self._step.learn(config, roles, self._estimator, oldest.generated)
         return RunningStep(oldest.prompts, oldest.epoch, calls)
 

@@ -8,6 +8,7 @@ from rolepool.config import Config
 from rolepool.metrics.spans import Recorded, operation_times, step_bounds
 from rolepool.metrics.timeline import Timeline, step_metrics
 from rolepool.placement import Plan
+from rolepool.placement.built_in_roles import ADV
 from rolepool.placement.roles import OPERATIONS
 from rolepool.trainer.advantages import Estimated, describe
 from rolepool.trainer.step import StepCalls, update_orders
@@ -15,15 +16,13 @@ from rolepool.trainer.step import StepCalls, update_orders
 
 def record(step: StepCalls) -> list[Recorded]:
     """The spans of a step. Waits for all its calls."""
-    spans = [
-        (name, span)
-        for name, calls in step.calls.items()
-        for call in calls
-        for span in call.spans()
-    ]
-    return [
-        Recorded(step.number, name, span) for name, span in [*spans, ("adv", step.estimated.span)]
-    ]
+    recorded: list[Recorded] = []
+    for operation, calls in step.calls.items():
+        for call in calls:
+            for span in call.spans():
+                recorded.append(Recorded(step.number, operation, span))
+    recorded.append(Recorded(step.number, ADV.name, step.estimated.span))
+    return recorded
 
 
 def step_row(

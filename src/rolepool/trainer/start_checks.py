@@ -6,8 +6,7 @@ themselves are in `config`, `placement.checks`, `config.model_files` and `data.f
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
 
 from rolepool.config import Config, Draft, LoadedConfig
 from rolepool.config.base import lines_of
@@ -16,16 +15,14 @@ from rolepool.config.model_files import ShapeUnknown, read_model_file, why_no_mo
 from rolepool.config.sources import is_demo_to_make
 from rolepool.data.files import find_problems as find_data_problems
 from rolepool.data.reward_functions import load_reward_function
+from rolepool.data.reward_signatures import UserFunction
 from rolepool.errors import ConfigError
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems, find_warnings
 from rolepool.placement.roles import ROLE_SPECS, Role, model_of
 
-Reward = Callable[..., Any]
-"""A reward function that the config does not name."""
 
-
-def check_start(loaded: LoadedConfig, reward: Reward | None = None, *more: str) -> list[str]:
+def check_start(loaded: LoadedConfig, reward: UserFunction | None = None, *more: str) -> list[str]:
     """Raise ConfigError with all problems, also with `more` that were found before, or return the
     warnings, a line for each."""
     checked(Draft(loaded, more), reward)
@@ -35,7 +32,7 @@ def check_start(loaded: LoadedConfig, reward: Reward | None = None, *more: str) 
     return list(find_warnings(config, build_plan(config), on_cpus=on_cpus))
 
 
-def checked(draft: Draft, reward: Reward | None = None) -> LoadedConfig:
+def checked(draft: Draft, reward: UserFunction | None = None) -> LoadedConfig:
     """The config of a draft without problems. If it has some, ConfigError also has all others that
     training would have."""
     more: list[str] = []
@@ -59,7 +56,9 @@ def named_files_problems(loaded: LoadedConfig) -> list[str]:
     return [*lines_of(*checks), *find_data_problems(config, names)]
 
 
-def _problems(loaded: LoadedConfig, reward: Reward | None, counts: list[str]) -> Iterator[str]:
+def _problems(
+    loaded: LoadedConfig, reward: UserFunction | None, counts: list[str]
+) -> Iterator[str]:
     paths: set[str | None] = set()
     yield from lines_of(*(_model(loaded.config, role, paths) for role in ROLE_SPECS))
     yield from loaded.why_not_trained()
@@ -128,7 +127,7 @@ def _is_connected_to_ray() -> bool:
     return ray is not None and ray.is_initialized()
 
 
-def _given_reward(config: Config, reward: Reward | None) -> Iterator[str]:
+def _given_reward(config: Config, reward: UserFunction | None) -> Iterator[str]:
     """A function that a Python program gives can be called and is used. The function that looks at
     it raises ConfigError."""
     if reward is not None:

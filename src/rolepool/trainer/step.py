@@ -15,6 +15,7 @@ what they return.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -25,8 +26,10 @@ import numpy.typing as npt
 from rolepool.config import Config
 from rolepool.config.model_keys import ActorConfig, CriticConfig
 from rolepool.models.micro_batches import rank_order
-from rolepool.placement.roles import FIRST_OPERATION, Role, trained_roles
+from rolepool.placement.built_in_roles import UPDATE_WEIGHTS
+from rolepool.placement.roles import Role, trained_roles
 from rolepool.seeds import derive_seed
+from rolepool.trainer.recorder import CallRecorder, RecordedRole, by_operation, with_own_names
 
 if TYPE_CHECKING:
     from rolepool.cluster import WorkerGroup
@@ -68,7 +71,7 @@ class Generated:
     baselines: DataProtoFuture | None = None
     """The score of the greedy response to each prompt, if the algorithm needs it."""
     calls: Mapping[str, Sequence[CallFuture]] = field(default_factory=dict)
-    """Further calls, by the name of their operation."""
+    """Calls that the step names itself. All others have the names of the table of roles."""
 
 
 @dataclass(frozen=True)
@@ -81,21 +84,19 @@ class StepCalls:
     scored: DataProtoFuture
     """`entropy_sums` of the policy that generated; `rollout_log_probs` and `old_log_probs` if they
     are compared."""
-
-    @property
-    def generation(self) -> CallFuture:
-        """The call that generated the responses."""
-        return self.calls[FIRST_OPERATION][0]
+    generation: DataProtoFuture
+    """The responses."""
 
     @property
     def first(self) -> tuple[str, CallFuture]:
         """The operation and the call with which the step began: the one that was queued first."""
-        made: list[tuple[int, str, CallFuture]] = []
-        for operation, calls in self.calls.items():
-            for call in calls:
-                made.append((min(part.number for part in call.calls), operation, call))
-        _, operation, call = min(made, key=itemgetter(0))
-        return operation, call
+        numbered: list[tuple[int, str, CallFuture]] = []
+        for operation, futures in self.calls.items():
+            for future in futures:
+                number = min(call.number for call in future.calls)
+                numbered.append((number, operation, future))
+        _, operation, future = min(numbered, key=itemgetter(0))
+        return operation, future
 
 
 # The first phase
@@ -117,10 +118,10 @@ def generate_with_baselines(
     scores = roles.reward.compute_scores(rollouts.union(prompts))
     # The samples of a prompt are next to each other.
     once = prompts[:: config.actor_rollout_ref.rollout.n]
-    greedy = roles.rollout.generate_sequences(once, purpose="baseline")
-    baselines = roles.reward.compute_scores(greedy.union(once))
-    calls = {"baseline": [greedy, baselines]}
-    return Generated(number, prompts, rollouts, scores, baselines, calls)
+    with roles.calls_named("baseline"):
+        greedy = roles.rollout.generate_sequences(once, purpose="baseline")
+        baselines = roles.reward.compute_scores(greedy.union(once))
+    return Generated(number, prompts, rollouts, scores, baselines)
 
 
 # The second phase
@@ -130,7 +131,8 @@ def learn_from(
     config: Config, roles: Roles, estimator: Estimator, generated: Generated
 ) -> StepCalls:
     """Estimate advantages and update. All algorithms share this phase."""
-    number, rollouts = generated.number, generated.rollouts
+    number = generated.number
+    rollouts = generated.rollouts
     values = roles.critic.compute_values(rollouts) if roles.critic else None
     old = roles.actor.compute_log_prob(rollouts)
     ref = roles.ref.compute_ref_log_prob(rollouts) if roles.ref else None
@@ -142,16 +144,12 @@ def learn_from(
     batch = rollouts.union(estimated.batch)
     lengths = estimated.lengths
 
-    critic_updates: list[CallFuture] = []
     if roles.critic and values is not None:
         of_critic = batch.union(values)
         orders = update_orders(config, config.critic, lengths, roles.critic.dp_size, number)
         for order, is_last in orders:
-            update = roles.critic.update_critic(of_critic.reorder(order), ends_step=is_last)
-            critic_updates.append(update)
+            roles.critic.update_critic(of_critic.reorder(order), ends_step=is_last)
 
-    actor_updates: list[CallFuture] = []
-    weight_updates: list[CallFuture] = []
     if number > config.trainer.critic_warmup:
         keys = config.actor_rollout_ref.actor
         of_actor = batch.union(old)
@@ -159,29 +157,20 @@ def learn_from(
             of_actor = of_actor.union(ref)
         orders = update_orders(config, keys, lengths, roles.actor.dp_size, number)
         for order, is_last in orders:
-            update = roles.actor.update_actor(of_actor.reorder(order), ends_step=is_last)
-            actor_updates.append(update)
-        weight_updates = roles.sync_weights(number)
-
-    scoring: dict[str, CallFuture | None] = {
-        FIRST_OPERATION: rollouts,
-        "reward": generated.scores,
-        "values": values,
-        "old_log_prob": old,
-        "ref": ref,
-    }
-    calls: dict[str, Sequence[CallFuture]] = {
-        name: [call] for name, call in scoring.items() if call is not None
-    }
-    calls["update_critic"] = critic_updates
-    calls["update_actor"] = actor_updates
-    calls["update_weights"] = weight_updates
-    calls.update(generated.calls)
+            roles.actor.update_actor(of_actor.reorder(order), ends_step=is_last)
+        roles.sync_weights(number)
 
     columns = ["entropy_sums"]
     if config.actor_rollout_ref.rollout.calculate_log_probs:
         columns += ["rollout_log_probs", "old_log_probs"]
-    return StepCalls(number, calls, estimated, rollouts.union(old).select(columns))
+    noted = with_own_names(roles.recorder.take(), generated.calls)
+    return StepCalls(
+        number,
+        calls=by_operation(noted),
+        estimated=estimated,
+        scored=rollouts.union(old).select(columns),
+        generation=rollouts,
+    )
 
 
 ppo_step = Step(generate, learn_from)
@@ -202,8 +191,8 @@ def learn(
     baselines: DataProtoFuture | None = None,
     calls: Mapping[str, Sequence[CallFuture]] | None = None,
 ) -> StepCalls:
-    """The part of a step after scoring, with which a step of your own ends. `calls` are further
-    calls that were made before it, by the name of their operation."""
+    """The part of a step after scoring, with which a step of your own ends. `calls` are calls that
+    were made before it and that do not have the names of the table of roles, by their names."""
     generated = Generated(number, prompts, rollouts, scores, baselines, calls or {})
     return learn_from(config, roles, estimator, generated)
 
@@ -338,15 +327,33 @@ class Roles:
     def __init__(self, calls: Mapping[str, Any], weights: WeightCalls) -> None:
         """`calls` has a proxy for each role of the run. Its methods are those of the role's class,
         which mypy cannot see; here they get their types."""
-        self.by_name: Mapping[str, Any] = calls
+        self.recorder = CallRecorder()
+        """Notes the calls of a step."""
+        recorded: dict[str, Any] = {}
+        for name, proxy in calls.items():
+            recorded[name] = RecordedRole(self.recorder, Role(name), proxy)
+        self.by_name: Mapping[str, Any] = recorded
         """All roles of the run by name, also those that were added with `register_role`."""
-        self.actor: ActorCalls = calls[Role.Actor]
-        self.rollout: RolloutCalls = CheckedRollout(calls[Role.Rollout], weights)
-        self.reward: RewardCalls = calls[Role.RewardModel]
-        self.critic: CriticCalls | None = calls.get(Role.Critic)
-        self.ref: ReferenceCalls | None = calls.get(Role.RefPolicy)
-        self.trained: dict[str, TrainedCalls] = {
-            role: calls[role] for role in trained_roles() if role in calls
-        }
-        """The roles whose models are saved."""
-        self.sync_weights = weights.send
+        self.actor: ActorCalls = recorded[Role.Actor]
+        self.rollout: RolloutCalls = CheckedRollout(recorded[Role.Rollout], weights)
+        self.reward: RewardCalls = recorded[Role.RewardModel]
+        self.critic: CriticCalls | None = recorded.get(Role.Critic)
+        self.ref: ReferenceCalls | None = recorded.get(Role.RefPolicy)
+        self.trained: dict[str, TrainedCalls] = {}
+        """The roles whose models are saved. Their calls belong to no step."""
+        for role in trained_roles():
+            if role in calls:
+                self.trained[role] = calls[role]
+        self._weights = weights
+
+    def sync_weights(self, version: int) -> list[CallFuture]:
+        """Queue the transfer of the actor's weights to the rollout."""
+        calls = self._weights.send(version)
+        for call in calls:
+            self.recorder.note(UPDATE_WEIGHTS, call)
+        return calls
+
+    def calls_named(self, operation: str) -> AbstractContextManager[None]:
+        """Calls that are made inside of this context belong to this operation, whatever the table
+        of roles says."""
+        return self.recorder.named(operation)
