@@ -15,7 +15,6 @@ from rolepool.errors import WorkerError
 from rolepool.models.checkpoint import remove_unfinished
 from rolepool.trainer.beginning import StartPoint, find_start, why_nothing_is_left
 from rolepool.trainer.between import BetweenSteps
-from rolepool.trainer.build import Reward
 from rolepool.trainer.console import Observer as Observer
 from rolepool.trainer.deployment import Deployment
 from rolepool.trainer.mover import Mover
@@ -23,6 +22,7 @@ from rolepool.trainer.parts import RunParts
 from rolepool.trainer.pipeline import RunningStep
 from rolepool.trainer.rebalancer import is_worth_measuring
 from rolepool.trainer.recovery import Recovery
+from rolepool.trainer.start_checks import Reward
 from rolepool.trainer.step import Roles
 from rolepool.trainer.supervisor import Death
 
@@ -109,9 +109,9 @@ class Trainer:
         deployment = self.deployment
         pipeline = self.parts.pipeline
         deployment.watchdog.begin(f"step {number}")
-        deployment.begin_changing()
         pipeline.generate(deployment.config, deployment.roles, number)
         step = pipeline.learn(deployment.config, deployment.roles)
+        deployment.hold(number)
         self._take_snapshot(number)
         self.journal.add_step(step, deployment, self.num_steps)
         return step

@@ -16,12 +16,14 @@ from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, RepeatedPrompts
 from rolepool.trainer.bad_steps import BadSteps
-from rolepool.trainer.build import Reward, build_roles, check_inputs, check_prompts
+from rolepool.trainer.build import build_roles
 from rolepool.trainer.checkpoint import Checkpoints
+from rolepool.trainer.inputs import check_inputs, check_prompts
 from rolepool.trainer.interrupt import Interrupt
 from rolepool.trainer.journal import Journal
 from rolepool.trainer.paper import step_of
 from rolepool.trainer.pipeline import Pipeline
+from rolepool.trainer.start_checks import Reward
 from rolepool.trainer.step import Roles
 
 
@@ -79,7 +81,6 @@ class RunParts:
             self.num_steps,
             self._dtype,
             self._reward,
-            self.num_helpers,
             tell=self.journal.notice,
             reads_weights=reads_weights,
         )

@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 
 from rolepool.errors import WorkerError
 from rolepool.trainer.beginning import StartPoint
+from rolepool.trainer.build import helper_pools
 from rolepool.trainer.deployment import Build, Deployment
 from rolepool.trainer.mover import Move
 from rolepool.trainer.parts import RunParts
@@ -102,7 +103,6 @@ class Recovery:
     def move(self, deployment: Deployment, move: Move, step: int) -> None:
         """Change to the plan of a move after this step, whose state is saved. Roles in the pools
         that are kept have this state already."""
-        deployment.hold(step)
         deployment.switch(move.starting.result(), move.loaded)
         self._journal.add_plan(step + 1, deployment)
         state = self._newest(deployment, step)
@@ -117,7 +117,10 @@ class Recovery:
         plural = "es" if num_processes > 1 else ""
         self._journal.observer.on_phase(f"starting {num_processes} process{plural}")
         folder = self._parts.folder.path
-        return Deployment(self._parts.loaded, self._build, folder, self._journal.notice)
+        helpers = helper_pools(self._parts.plan, self._parts.num_helpers)
+        return Deployment(
+            self._parts.loaded, self._build, folder, self._journal.notice, helpers=helpers
+        )
 
     # The way back
 

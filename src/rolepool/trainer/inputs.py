@@ -1,0 +1,88 @@
+"""What a run reads before a process starts: the models' config files, the reward function and the
+prompts.
+
+Owns whether they fit together, and how many processes a rule reward gets.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from transformers import PretrainedConfig
+
+from rolepool.config import Config
+from rolepool.config.functions import import_object, policy_losses
+from rolepool.config.model_keys import RewardModelModelConfig
+from rolepool.data.prompts import PromptSet
+from rolepool.data.reward_functions import load_reward_function
+from rolepool.data.reward_texts import reward_texts
+from rolepool.data.rewards import RewardFunction, WeightedRewards
+from rolepool.errors import ConfigError
+from rolepool.models.loading import read_model_config
+from rolepool.placement import Plan, Role
+from rolepool.placement.roles import ROLE_SPECS
+from rolepool.trainer.start_checks import Reward
+
+CPUS_PER_HELPER = 8
+"""Rule rewards use one process for so many CPUs of the driver's node."""
+MAX_HELPERS = 8
+"""They use at most so many processes."""
+Models = dict[str, PretrainedConfig]
+"""The config.json of each model of a run, by the key that names the model."""
+
+
+class Inputs(NamedTuple):
+    """What was checked before a process starts."""
+
+    models: Models
+    num_helpers: int
+    """The number of processes for rule rewards."""
+
+
+def check_inputs(config: Config, plan: Plan, reward: Reward | None = None) -> Inputs:
+    """The models of a run, and how many processes a rule reward needs.
+
+    Raises ConfigError, before a process starts, if a model, function or class cannot be loaded.
+    """
+    policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    sections = dict.fromkeys(ROLE_SPECS[role].model for role in plan.roles)
+    models = {section: read_model_config(config, section) for section in sections}
+    for role in plan.roles:
+        import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
+    num_helpers = 1
+    if Role.RewardModel not in plan.roles:
+        num_helpers = num_helpers_for(load_reward_function(config, reward), config)
+    elif reward is not None:
+        raise ConfigError(
+            "reward: it is not used, because reward_model.enable=true; remove one of the two"
+        )
+    return Inputs(models, num_helpers)
+
+
+def num_helpers_for(function: RewardFunction | WeightedRewards, config: Config) -> int:
+    """How many helper processes a reward gets. A function for whole batches must get all rows of a
+    batch in one."""
+    if function.takes_batches:
+        return 1
+    num_helpers = min(max(1, (os.cpu_count() or 1) // CPUS_PER_HELPER), MAX_HELPERS)
+    num_calls = config.custom_reward_function.max_concurrency
+    if function.is_users and num_calls is not None:
+        return min(num_helpers, num_calls)
+    return num_helpers
+
+
+def check_prompts(config: Config, models: Models, prompts: Sequence[PromptSet]) -> None:
+    """Raise an error, before a process starts, if a model cannot read the prompts: if policy or
+    critic do not have one of their tokens, or if a reward model cannot read what the policy writes.
+    The chat template of a reward model is tried with the first prompt of each set."""
+    for section, model in models.items():
+        keys = config.at(section)
+        vocab_size = model.get_text_config().vocab_size
+        if not isinstance(keys, RewardModelModelConfig):
+            for prompt_set in prompts:
+                prompt_set.check_vocabulary(f"{section}.path={keys.path}", vocab_size)
+            continue
+        texts = reward_texts(config, section, vocab_size)
+        if texts is not None:  # otherwise it reads the tokens of the policy
+            for prompt_set in prompts:
+                texts.check(prompt_set)
