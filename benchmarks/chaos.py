@@ -129,6 +129,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "sync": ("export_weights", "take_weights_here"),
     "checkpoint": ("save_checkpoint",),
     "snapshot": ("take_snapshot",),
+    "load": ("load_checkpoint",),
     "move": ("__init__",),
 }
 """The methods whose call begins each phase. The phase `move` is the first role that is built in a
@@ -225,6 +226,8 @@ class Outcome:
     notices: list[str] = field(default_factory=list)
     timeline: list[tuple[float, str]] = field(default_factory=list)
     """Seconds from the start of the run, and what happened then."""
+    num_loads: dict[str, int] = field(default_factory=dict)
+    """How often the processes that each trained role had at the end have loaded a saved state."""
 
 
 class Story(Observer):
@@ -400,6 +403,9 @@ def run(
 def outcome_of(folder: Path, story: Story, fault_s: float | None) -> Outcome:
     """What the run folder and the story tell about a run."""
     outcome = read_rows(folder)
+    assert story.trainer is not None
+    for name, group in story.trainer.deployment.trained_groups.items():
+        outcome.num_loads[name] = group.num_calls[name, "load_checkpoint"]
     outcome.notices = [line for _, line in story.notices]
     outcome.timeline = [*story.timeline, (round(time.monotonic() - story.began_s, 2), "end")]
     if fault_s is None:

@@ -26,6 +26,7 @@ from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.roles import ROLE_SPECS
 from rolepool.protocol import Worker
 from rolepool.roles.setups import RunSetup
+from rolepool.trainer.inputs import uses_rule
 from rolepool.trainer.start_checks import Reward
 from rolepool.trainer.step import Roles
 from rolepool.weights.channels import channel_of
@@ -65,9 +66,8 @@ def build_roles(
         reward=reward,
         reads_weights=reads_weights,
     )
-    for name, count in helper_pools(cluster.plan, num_helpers=1).items():
-        if name not in cluster.groups:
-            cluster.add_helpers(name, count)
+    if uses_rule(cluster.plan) and RULE_POOL not in cluster.groups:
+        cluster.add_helpers(RULE_POOL, 1)
     proxies: dict[Role, RoleProxy] = {}
     for role in _build_order(config):
         home = _home_of(cluster, config, role)
@@ -78,19 +78,6 @@ def build_roles(
         role: proxies[role].with_blocking(False) for role in ROLE_SPECS if role in proxies
     }
     return Roles(ready, channel_of(cluster.plan, ready[Role.Actor], ready[Role.Rollout]))
-
-
-def helper_pools(plan: Plan, num_helpers: int) -> dict[str, int]:
-    """The pools of processes beside those of the plan, which need no GPU: that of a rule reward,
-    with so many processes, if the plan has no reward model."""
-    if any(_has_rule(role, plan) for role in ROLE_SPECS):
-        return {RULE_POOL: num_helpers}
-    return {}
-
-
-def _has_rule(role: Role, plan: Plan) -> bool:
-    """Whether a role that the plan does not have is played by a class without a model."""
-    return role not in plan.roles and ROLE_SPECS[role].rule_worker is not None
 
 
 # The folders of models

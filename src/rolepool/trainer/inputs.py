@@ -5,7 +5,7 @@ Owns whether they fit together, and how many processes a rule reward gets.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from transformers import PretrainedConfig
@@ -18,8 +18,9 @@ from rolepool.data.reward_functions import load_reward_function
 from rolepool.data.reward_texts import reward_texts
 from rolepool.data.rewards import RewardFunction, WeightedRewards
 from rolepool.errors import ConfigError
+from rolepool.metrics.spans import RULE_POOL
 from rolepool.models.loading import read_model_config
-from rolepool.placement import Plan, Role
+from rolepool.placement import Plan
 from rolepool.placement.roles import ROLE_SPECS
 from rolepool.trainer.start_checks import Reward
 
@@ -35,12 +36,12 @@ class Inputs(NamedTuple):
     """What was checked before a process starts."""
 
     models: Models
-    num_helpers: int
-    """The number of processes for rule rewards."""
+    helpers: Mapping[str, int]
+    """The pools beside those of the plan, and the number of their processes."""
 
 
 def check_inputs(config: Config, plan: Plan, reward: Reward | None = None) -> Inputs:
-    """The models of a run, and how many processes a rule reward needs.
+    """The models of a run, and the processes that a rule reward needs.
 
     Raises ConfigError, before a process starts, if a model, function or class cannot be loaded.
     """
@@ -49,14 +50,20 @@ def check_inputs(config: Config, plan: Plan, reward: Reward | None = None) -> In
     models = {section: read_model_config(config, section) for section in sections}
     for role in plan.roles:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
-    num_helpers = 1
-    if Role.RewardModel not in plan.roles:
+    if uses_rule(plan):
         num_helpers = num_helpers_for(load_reward_function(config, reward), config)
-    elif reward is not None:
+        return Inputs(models, {RULE_POOL: num_helpers})
+    if reward is not None:
         raise ConfigError(
             "reward: it is not used, because reward_model.enable=true; remove one of the two"
         )
-    return Inputs(models, num_helpers)
+    return Inputs(models, {})
+
+
+def uses_rule(plan: Plan) -> bool:
+    """Whether a role that the plan does not have is played by a class without a model: the reward,
+    if it is a rule."""
+    return any(spec.rule_worker and role not in plan.roles for role, spec in ROLE_SPECS.items())
 
 
 def num_helpers_for(function: RewardFunction | WeightedRewards, config: Config) -> int:

@@ -42,8 +42,8 @@ class RunParts:
         self.plan = build_plan(config)
         PlacementError.raise_if_any(find_problems(config, self.plan))
         checked = check_inputs(config, self.plan, reward)
-        self.num_helpers = checked.num_helpers
-        """The number of processes for rule rewards."""
+        self.helpers = checked.helpers
+        """The pools beside those of the plan, and the number of their processes."""
 
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         prompts = PromptSet("train", config, self.tokenizer, reward)

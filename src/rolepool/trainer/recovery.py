@@ -11,7 +11,6 @@ from contextlib import ExitStack, suppress
 
 from rolepool.errors import WorkerError
 from rolepool.trainer.beginning import StartPoint
-from rolepool.trainer.build import helper_pools
 from rolepool.trainer.deployment import Build, Deployment
 from rolepool.trainer.mover import Move
 from rolepool.trainer.parts import RunParts
@@ -117,9 +116,12 @@ class Recovery:
         plural = "es" if num_processes > 1 else ""
         self._journal.observer.on_phase(f"starting {num_processes} process{plural}")
         folder = self._parts.folder.path
-        helpers = helper_pools(self._parts.plan, self._parts.num_helpers)
         return Deployment(
-            self._parts.loaded, self._build, folder, self._journal.notice, helpers=helpers
+            self._parts.loaded,
+            self._build,
+            folder,
+            self._journal.notice,
+            helpers=self._parts.helpers,
         )
 
     # The way back
