@@ -45,7 +45,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -233,7 +233,11 @@ class Outcome:
 class Story(Observer):
     """Notes what happens in a run and when, and asks for moves."""
 
-    def __init__(self, moves: dict[int, list[str]] | None = None) -> None:
+    def __init__(
+        self,
+        moves: dict[int, list[str]] | None = None,
+        after_row: Callable[[int], None] = lambda step: None,
+    ) -> None:
         self.began_s = time.monotonic()
         self.phases: list[tuple[float, str]] = []
         self.rows_s: list[float] = []
@@ -241,6 +245,7 @@ class Story(Observer):
         self.recoveries_s: list[float] = []
         self.trainer: Trainer | None = None
         self._moves = dict(moves or {})
+        self._after_row = after_row
 
     @property
     def timeline(self) -> list[tuple[float, str]]:
@@ -257,6 +262,7 @@ class Story(Observer):
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
         self.rows_s.append(time.monotonic())
+        self._after_row(step)
         words = self._moves.pop(step, None)
         if words is not None:
             assert self.trainer is not None
@@ -385,10 +391,12 @@ def run(
     keys: Sequence[str],
     case: str | None = None,
     moves: dict[int, list[str]] | None = None,
+    after_row: Callable[[int], None] = lambda step: None,
 ) -> Outcome:
-    """Train, with the fault of a case if one is given."""
+    """Train, with the fault of a case if one is given. `after_row` is called when the row of a step
+    is written."""
     shutil.rmtree(folder, ignore_errors=True)
-    story = Story(moves)
+    story = Story(moves, after_row)
     trainer = Trainer(load_config([], [*keys, f"trainer.default_local_dir={folder}"]))
     trainer.observer, story.trainer = story, trainer
     with noting_recoveries(story):

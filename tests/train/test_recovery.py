@@ -14,7 +14,6 @@ import pytest
 
 from commands import load_benchmark
 from rolepool.errors import WorkerError
-from rolepool.trainer.snapshots import Snapshots
 
 chaos = load_benchmark("chaos")
 
@@ -124,29 +123,31 @@ def test_snapshots_that_have_no_room_or_are_removed_come_back_and_then_a_process
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    save, num_saves = Snapshots.save, count()
     pattern = f"rolepool-{os.getpid()}-*"
+    disk_usage, num_asked = shutil.disk_usage, count(1)
 
-    def save_in_trouble(snapshots: Snapshots, *args: Any, **more: Any) -> None:
-        number = next(num_saves)
-        needed = snapshots._needed
-        if number in (0, 1):
-            snapshots._needed = 2**60
-        if number == 3:
+    def without_room_at_first(path: Path) -> Any:
+        usage = disk_usage(path)
+        # The first snapshots are those before the first step and after it.
+        return usage if next(num_asked) > 2 else usage._replace(free=1000)
+
+    def remove_snapshots(step: int) -> None:
+        if step == 1:
             for folder in Path("/dev/shm").glob(pattern):
                 shutil.rmtree(folder)
-        save(snapshots, *args, **more)
-        snapshots._needed = needed
 
-    monkeypatch.setattr(Snapshots, "save", save_in_trouble)
+    # Shared memory belongs to the machine, and others use it, too.
+    monkeypatch.setattr(shutil, "disk_usage", without_room_at_first)
     with chaos.kill_at("critic", "update", 4) as killed_s:
-        outcome = chaos.run(tmp_path / "run", [*keys, "trainer.save_freq=-1"])
+        more_keys = [*keys, "trainer.save_freq=-1"]
+        outcome = chaos.run(tmp_path / "run", more_keys, after_row=remove_snapshots)
     assert killed_s, "the victim was not killed"
     warnings = [
         record.getMessage() for record in caplog.records if "snapshots" in record.getMessage()
     ]
     assert len(warnings) == 2
-    assert "1.0 EiB" in warnings[0]
+    assert "no snapshots are taken until there is room" in warnings[0]
+    assert "has 1000 B free" in warnings[0]
     assert "are lost; new ones are taken" in warnings[1]
     (restart,) = outcome.restarts
     assert (restart["pools"], restart["repeated_from_step"]) == (["critic_pool"], 4)
