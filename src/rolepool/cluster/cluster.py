@@ -35,7 +35,6 @@ END_TIMEOUT_S = 60.0
 MIN_CPUS = 8
 """What a local Ray counts at least, no matter how many cores there are, so that a run can move to
 more CPU slots."""
-NO_HELPERS: Mapping[str, int] = {}
 
 
 class ProcessSettings(TypedDict):
@@ -68,7 +67,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         timeout_s: float = 60.0,
         run_seed: int = 1,
         deterministic: bool = False,
-        helpers: Mapping[str, int] = NO_HELPERS,
+        helpers: Mapping[str, int] | None = None,
     ) -> None:
         """`helpers` are pools of processes beside those of the plan, without GPUs, and the number
         of their processes. They start at the same time as the others."""
@@ -84,7 +83,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             cleanup.push(_name_ray_as_cause)
             self._reserved = reservation.reserve(plan, live_nodes(), cleanup, timeout_s, held={})
             places = dict.fromkeys(plan.pools, self._reserved)
-            for name, count in helpers.items():
+            for name, count in (helpers or {}).items():
                 places[name] = reservation.place_for_helpers(name, count)
             pools = launch.start_pools(places, cleanup, **self._settings)
             self._cleanup = cleanup.pop_all()
