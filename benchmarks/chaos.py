@@ -45,7 +45,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -129,6 +129,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "sync": ("export_weights", "take_weights_here"),
     "checkpoint": ("save_checkpoint",),
     "snapshot": ("take_snapshot",),
+    "load": ("load_checkpoint",),
     "move": ("__init__",),
 }
 """The methods whose call begins each phase. The phase `move` is the first role that is built in a
@@ -225,12 +226,18 @@ class Outcome:
     notices: list[str] = field(default_factory=list)
     timeline: list[tuple[float, str]] = field(default_factory=list)
     """Seconds from the start of the run, and what happened then."""
+    num_loads: dict[str, int] = field(default_factory=dict)
+    """How often the processes that each trained role had at the end have loaded a saved state."""
 
 
 class Story(Observer):
     """Notes what happens in a run and when, and asks for moves."""
 
-    def __init__(self, moves: dict[int, list[str]] | None = None) -> None:
+    def __init__(
+        self,
+        moves: dict[int, list[str]] | None = None,
+        after_row: Callable[[int], None] = lambda step: None,
+    ) -> None:
         self.began_s = time.monotonic()
         self.phases: list[tuple[float, str]] = []
         self.rows_s: list[float] = []
@@ -238,6 +245,7 @@ class Story(Observer):
         self.recoveries_s: list[float] = []
         self.trainer: Trainer | None = None
         self._moves = dict(moves or {})
+        self._after_row = after_row
 
     @property
     def timeline(self) -> list[tuple[float, str]]:
@@ -254,6 +262,7 @@ class Story(Observer):
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
         self.rows_s.append(time.monotonic())
+        self._after_row(step)
         words = self._moves.pop(step, None)
         if words is not None:
             assert self.trainer is not None
@@ -382,10 +391,12 @@ def run(
     keys: Sequence[str],
     case: str | None = None,
     moves: dict[int, list[str]] | None = None,
+    after_row: Callable[[int], None] = lambda step: None,
 ) -> Outcome:
-    """Train, with the fault of a case if one is given."""
+    """Train, with the fault of a case if one is given. `after_row` is called when the row of a step
+    is written."""
     shutil.rmtree(folder, ignore_errors=True)
-    story = Story(moves)
+    story = Story(moves, after_row)
     trainer = Trainer(load_config([], [*keys, f"trainer.default_local_dir={folder}"]))
     trainer.observer, story.trainer = story, trainer
     with noting_recoveries(story):
@@ -400,6 +411,9 @@ def run(
 def outcome_of(folder: Path, story: Story, fault_s: float | None) -> Outcome:
     """What the run folder and the story tell about a run."""
     outcome = read_rows(folder)
+    assert story.trainer is not None
+    for name, group in story.trainer.deployment.trained_groups.items():
+        outcome.num_loads[name] = group.num_calls[name, "load_checkpoint"]
     outcome.notices = [line for _, line in story.notices]
     outcome.timeline = [*story.timeline, (round(time.monotonic() - story.began_s, 2), "end")]
     if fault_s is None:

@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rolepool.config import load_config
+from rolepool.data.retries import FIRST_WAIT_S
 from rolepool.data.reward_functions import load_reward_function
 from rolepool.data.reward_process import ScoringProcesses
 from rolepool.data.reward_signatures import ResponseRow
@@ -103,11 +104,12 @@ def without_async(text: str) -> str:
     )
 
 
-def reward_of(file: Path, num_at_once: int) -> Reward:
+def reward_of(file: Path, num_at_once: int, first_wait_s: float = FIRST_WAIT_S) -> Reward:
     config = load_config(overrides=[f"custom_reward_function.path={file}"]).config
     function = load_reward_function(config)
     assert isinstance(function, RewardFunction)
-    return ScoringProcesses(function, config.custom_reward_function, num_at_once)
+    keys = config.custom_reward_function
+    return ScoringProcesses(function, keys, num_at_once, first_wait_s=first_wait_s)
 
 
 def seconds(reward: Reward, num_samples: int, num_at_once: int) -> float:

@@ -44,11 +44,16 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of the shared pools come last in this folder, because the others start a Ray of
-    their own."""
-    places = [place for place, item in enumerate(items) if item.path.parent == HERE]
-    tests = sorted(
-        (items[place] for place in places), key=lambda item: "shared_cluster" in item.fixturenames
-    )  # type: ignore[attr-defined]
-    for place, item in zip(places, tests, strict=True):
-        items[place] = item
+    """The tests of the shared pools come after all others of this folder, which start a Ray of
+    their own, and directly one after another: the pools end when a test of another folder follows,
+    and then Ray would start again by itself if somebody called them."""
+    sharing: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        is_sharing = item.path.parent == HERE and "shared_cluster" in fixtures
+        (sharing if is_sharing else others).append(item)
+    place = len(others)
+    while place > 0 and others[place - 1].path.parent != HERE:
+        place -= 1
+    items[:] = [*others[:place], *sharing, *others[place:]]

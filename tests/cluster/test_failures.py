@@ -417,6 +417,45 @@ def test_out_of_memory_is_one_error_with_what_was_wanted_what_was_free_and_what_
     assert_still_works(healthy)
 
 
+# Repairs
+
+
+class CountsPings:
+    """The handle of a process, which counts how often the process is asked whether it lives."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self.num_pings = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_pings += name == "ping"
+        return getattr(self._actor, name)
+
+
+def test_after_a_failure_each_process_is_asked_once_whether_it_lives(shared_ray: None) -> None:
+    with start({"healthy": [1], "dying": [1]}, helpers={"helping": 1}) as cluster:
+        for group in cluster.groups.values():
+            group.add_role("fragile", Fragile)
+        (process,) = cluster.groups["healthy"].processes
+        process.actor = counter = CountsPings(process.actor)
+
+        error_of(lambda: cluster.groups["healthy"].role("fragile").fail_on([0]))
+        assert counter.num_pings == 1, "a death may have caused the exception"
+        assert cluster.find_death() is None
+        assert cluster.repair() == []
+        assert counter.num_pings == 1, "it has answered"
+
+        for name in ("dying", "helping"):
+            kill(cluster, name)
+        assert error_of(cluster.groups["dying"].role("fragile").work().get).is_death
+        assert counter.num_pings == 1, "Ray has named the process that died"
+        assert sorted(cluster.repair()) == ["dying", "helping"]
+        assert counter.num_pings == 2, "others may have died, too, and one has"
+        for name in ("dying", "helping"):
+            assert_still_works(cluster.groups[name].add_role("fragile", Fragile))
+        assert_still_works(cluster.groups["healthy"].role("fragile"))
+
+
 # At random
 
 

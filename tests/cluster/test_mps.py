@@ -107,11 +107,10 @@ def test_a_daemon_ends_with_the_process_that_started_it_even_when_that_is_killed
 def test_what_hinders_the_daemon_is_told_in_its_own_words_and_nothing_is_left(
     with_fake: None, monkeypatch: pytest.MonkeyPatch, how: str, said: str
 ) -> None:
-    monkeypatch.setattr(mps, "START_TIMEOUT_S", 0.5)
     monkeypatch.setenv("FAKE_MPS", how)
     before = set(Path("/tmp").glob("rolepool-mps-*"))
     with pytest.raises(PlacementError) as caught:
-        MpsDaemon()
+        MpsDaemon(start_timeout_s=0.5)
     (line,) = caught.value.problems
     assert line.startswith("placement.mps=true: CUDA MPS does not start on ")
     assert said in line and "set placement.mps=false" in line

@@ -16,8 +16,9 @@ import pytest
 import ray
 import torch
 
-from rolepool.protocol import DataProto, Encoded, encode, encoding
+from rolepool.protocol import DataProto, Encoded, encode
 from rolepool.protocol.columns import same_value
+from rolepool.protocol.encoding import SharedMemory, make_private, places_of
 
 MIB = 2**20
 IMPORT_PATHS = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parent)]
@@ -258,19 +259,17 @@ def test_any_value_can_be_sent_encoded_and_is_private_when_decoded(
 
 
 def test_without_the_capability_to_open_its_own_mappings_a_process_goes_through_the_raylet(
-    readers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    readers: tuple[Any, Any],
 ) -> None:
-    places = encoding._places_of
-    monkeypatch.setattr(
-        encoding, "_places_of", lambda mapping: (p for p in places(mapping) if "map_files" not in p)
-    )
-    encoding._path_of.cache_clear()
-    reference = ray.put(DataProto.from_dict({"x": torch.zeros(MIB)}))
+    def places_of_the_raylet(memory: SharedMemory) -> Iterator[str]:
+        return (path for path in places_of(memory) if "map_files" not in path)
+
+    shared = ray.get(ray.put(np.zeros(MIB, np.float32)))
     mappings = plasma_mappings()
-    received = ray.get(reference)
+    private = make_private(shared.view(np.uint8), places_of_the_raylet)
     assert plasma_mappings() == mappings + 1
-    received.batch["x"].fill_(1)
-    assert not ray.get(reference).batch["x"].any()
+    private[:] = 1
+    assert not shared.any()
 
 
 def used_bytes() -> float:

@@ -4,20 +4,23 @@ that it chose."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from train_helpers import rows_of, small_keys
 
-from rolepool.config import load_config
+from rolepool.config import Config, load_config
 from rolepool.data.demo import Demo
-from rolepool.planner import search as searching
+from rolepool.planner.predict import Prediction, Predictor
+from rolepool.planner.search import search
 from rolepool.trainer import rebalancer
 from rolepool.trainer.console import Observer
 from rolepool.trainer.loop import Trainer
+from rolepool.trainer.moves import moved
 
 STEPS = 14
 KEYS = [
@@ -26,6 +29,17 @@ KEYS = [
     "trainer.val_before_train=false",
 ]
 KEYS += [f"trainer.total_training_steps={STEPS}", "data.val_files=null"]
+
+
+def two_pools_first(
+    predictor: Predictor, config: Config, inventory: Sequence[int]
+) -> list[Prediction]:
+    """A search that prefers two pools by far, however fast they are on this machine."""
+    assert search(predictor, config, inventory), "the real search works with what was recorded"
+    words = ["placement.strategy=split"]
+    plan, loaded = moved(config, words)
+    split = predictor.predict(words[0], loaded.config, plan)
+    return [replace(split, step_s=split.step_s / 1000, low_s=split.low_s / 1000)]
 
 
 class Notices(Observer):
@@ -39,8 +53,11 @@ class Notices(Observer):
         self.lines.append(line)
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
-        if (search := self._trainer.mover.rebalancer._search) is not None:
-            wait([search])
+        # Before the first search, which comes after the calibration.
+        self._trainer.mover.rebalancer.search = two_pools_first
+        self._trainer.mover.rebalancer.move_s = 0.0
+        if (looking := self._trainer.mover.rebalancer._looking) is not None:
+            wait([looking])
         if (move := self._trainer.mover._move) is not None:
             wait([move.starting])
 
@@ -50,26 +67,6 @@ def run(demo: Demo, folder: Path, *more: str) -> Notices:
     trainer.observer = observer = Notices(trainer)
     trainer.run()
     return observer
-
-
-@pytest.fixture
-def split_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search prefers two pools by far, however fast they are on this machine."""
-
-    def score(one: Any, objective: str) -> float:
-        return float(one.step_s * 10 ** (3 - min(len(one.plan.pools), 2)))
-
-    def faster(*args: Any) -> list[Any]:
-        found = [one for one in real(*args) if len(one.plan.pools) == 2]
-        return [
-            rebalancer.replace(one, step_s=one.step_s / 1000, low_s=one.low_s / 1000)
-            for one in found
-        ]
-
-    real = searching.search
-    monkeypatch.setattr(searching, "score_of", score)
-    monkeypatch.setattr(rebalancer, "search", faster)
-    monkeypatch.setattr(rebalancer, "FIRST_MOVE_S", 0.0)
 
 
 def calibrate_and_move(demo: Demo, folder: Path) -> None:
@@ -87,14 +84,14 @@ def calibrate_and_move(demo: Demo, folder: Path) -> None:
 
 @pytest.mark.timeout(200)
 def test_a_run_without_a_profile_calibrates_and_moves(
-    demo: Demo, one_ray: None, tmp_path: Path, split_is_best: None
+    demo: Demo, one_ray: None, tmp_path: Path
 ) -> None:
     calibrate_and_move(demo, tmp_path / "auto" / "run")
 
 
 @pytest.mark.slow
 def test_the_losses_of_a_run_that_moves_are_those_of_one_that_stays(
-    demo: Demo, one_ray: None, tmp_path: Path, split_is_best: None
+    demo: Demo, one_ray: None, tmp_path: Path
 ) -> None:
     calibrate_and_move(demo, tmp_path / "auto" / "run")
     still = run(demo, tmp_path / "still", "placement.strategy=standard").lines
@@ -109,11 +106,11 @@ def test_the_losses_of_a_run_that_moves_are_those_of_one_that_stays(
 
 @pytest.mark.slow
 def test_a_run_with_a_profile_starts_in_the_placement_that_is_chosen_from_it(
-    demo: Demo, one_ray: None, tmp_path: Path, split_is_best: None
+    demo: Demo, one_ray: None, tmp_path: Path
 ) -> None:
     run(demo, tmp_path / "first", "placement.strategy=standard")
     keys = small_keys(demo, tmp_path / "second", *KEYS, "placement.strategy=auto")
-    loaded, notices = rebalancer.resolve(load_config([], keys))
+    loaded, notices = rebalancer.resolve(load_config([], keys), two_pools_first)
     assert loaded.config.placement.strategy == "split"
     (notice,) = notices
     assert "chose placement.strategy=split" in notice

@@ -396,18 +396,29 @@ def test_the_snapshot_of_a_rank_is_complete_when_its_own_file_has_its_number(
     assert snapshot_number(files) is None
 
 
-def test_a_snapshot_has_its_number_only_after_its_copies_are_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained, done = build(FLOAT32), list[Callable[[], object]]()
+class CopiesLater:
+    """A model in training whose copies end when the test says so, as those of a GPU end after the
+    call that began them."""
+
+    def __init__(self, trained: Any) -> None:
+        self._trained = trained
+        self.ends: list[Callable[[], object]] = []
+
+    def copy_later(self, sources: Any, copies: Any, then: Callable[[], object]) -> None:
+        self.ends.append(then)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trained, name)
+
+
+def test_a_snapshot_has_its_number_only_after_its_copies_are_done(tmp_path: Path) -> None:
+    trained: Any = CopiesLater(build(FLOAT32))
     snapshots, files = SnapshotWriter(trained), snapshot_files(tmp_path / "role", 0, 1)
-    snapshots.write(tmp_path / "role", 1)
-    assert snapshot_number(files) == 1
-    monkeypatch.setattr(trained, "copy_later", lambda sources, copies, then: done.append(then))
-    snapshots.write(tmp_path / "role", 2)
-    assert snapshot_number(files) is None
-    done[0]()
-    assert snapshot_number(files) == 2
+    for number in (1, 2):
+        snapshots.write(tmp_path / "role", number)
+        assert snapshot_number(files) is None
+        trained.ends.pop()()
+        assert snapshot_number(files) == number
 
 
 def test_a_snapshot_that_cannot_be_written_is_one_warning_and_the_next_is_tried_again(

@@ -16,12 +16,11 @@ import pytest
 from test_reward_process import error_of, process_of, rows
 
 from rolepool.config import load_config
-from rolepool.data import retries, reward_process
 from rolepool.data.retries import Retries, is_connection_error
 from rolepool.data.reward_functions import load_reward_function
 from rolepool.data.reward_process import ScoringProcesses, calls_at_once
 from rolepool.data.rewards import Reward, RewardError, RewardFunction, SampleError, score_batch
-from rolepool.trainer.build import num_helpers_for
+from rolepool.trainer.inputs import num_helpers_for
 
 CHAT = [{"role": "user", "content": "a or b?"}]
 
@@ -33,11 +32,6 @@ def placed(*keys: str) -> Reward:
     return loaded.in_processes(
         lambda function: ScoringProcesses(function, config.custom_reward_function, 4)
     )
-
-
-@pytest.fixture
-def fast_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
 
 
 # async functions
@@ -110,12 +104,10 @@ async def misbehave(solution_str: str, **_: Any) -> Any:
     ],
 )
 def test_one_call_that_fails_costs_no_other_its_score(
-    response: str, problem: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    response: str, problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reward_process, "GRACE_S", 0.5)
-    scored = process_of(misbehave, timeout_s=0.5, num_at_once=4).score_rows(
-        rows("a", "bb", response, "ccc", "dddd", "")
-    )
+    process = process_of(misbehave, timeout_s=0.5, num_at_once=4, waits={"grace_s": 0.5})
+    scored = process.score_rows(rows("a", "bb", response, "ccc", "dddd", ""))
     assert [one.score for one in scored] == [1, 2, 0, 3, 4, 0]
     assert [one.numbers["failed"] for one in scored] == [0, 0, 1, 0, 0, 0]
     (line,) = caplog.messages
@@ -408,10 +400,9 @@ async def fail_twice_async(solution_str: str, **_: Any) -> int:
     return fail_twice(solution_str)
 
 
-@pytest.mark.usefixtures("fast_retries")
 @pytest.mark.parametrize("function", [fail_twice, fail_twice_async])
 def test_a_connection_that_fails_is_tried_again(function: Any) -> None:
-    process = process_of(function, on_error="abort", retries=3)
+    process = process_of(function, on_error="abort", retries=3, waits={"first_wait_s": 0.01})
     assert [one.score for one in process.score_rows(rows("a", "refused", "b"))] == [1, 4, 5]
     assert str(error_of(process, "never")).endswith(
         "gone, for line 1; the response is 'never' (tried 4 times)"

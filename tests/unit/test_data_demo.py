@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -165,21 +169,33 @@ def test_two_makings_are_the_same_byte_for_byte_and_leave_the_random_numbers_alo
     assert contents(tmp_path / "1") == contents(tmp_path / "deep" / "down" / "2")
 
 
-def test_a_folder_that_is_there_is_left_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
     first = make_demo(tmp_path / "demo")
     (first.folder / "note.txt").write_text("mine", encoding="utf-8")
-    monkeypatch.setattr(demo, "_write", lambda new: pytest.fail("written again"))
+
+    def states() -> dict[Path, tuple[int, int]]:
+        files = [*first.folder.rglob("*"), tmp_path]  # a new file also changes its folder
+        return {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in files}
+
+    before = states()
     assert make_demo(str(tmp_path / "demo")).folder == first.folder
+    assert states() == before, "written again"
     assert names_in(tmp_path) == ["demo"]
 
 
-def test_a_making_that_fails_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "MODEL_FILES", Path("no such folder"))
-    with pytest.raises(FileNotFoundError):
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """This process cannot write larger files, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_making_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="File too large"), files_up_to(1000):
         make_demo(tmp_path / "demo")
     assert names_in(tmp_path) == []
 
@@ -195,17 +211,22 @@ def test_an_empty_folder_is_filled_and_anything_else_is_left_alone(tmp_path: Pat
 
 
 def test_of_two_that_make_it_at_once_the_slower_one_takes_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Demo
+    tmp_path: Path, made: Demo
 ) -> None:
-    write = demo._write
+    shutil.copytree(made.folder, tmp_path / "other")
+    (tmp_path / "other" / "of_the_other.txt").touch()
 
-    def write_while_another_finishes(new: Demo) -> None:
-        write(new)
-        shutil.copytree(made.folder, tmp_path / "demo")
+    def finish_first() -> None:
+        while not list(tmp_path.glob(".demo.*/new")):
+            time.sleep(0.001)
+        (tmp_path / "other").rename(tmp_path / "demo")
 
-    monkeypatch.setattr(demo, "_write", write_while_another_finishes)
-    assert contents(make_demo(tmp_path / "demo").folder) == contents(made.folder)
+    other = threading.Thread(target=finish_first, daemon=True)
+    other.start()
+    assert make_demo(tmp_path / "demo").folder == tmp_path / "demo"
+    other.join(timeout=10)
     assert names_in(tmp_path) == ["demo"]
+    assert (tmp_path / "demo" / "of_the_other.txt").exists()
 
 
 def test_every_prompt_of_the_alphabet_is_in_one_of_the_files(made: Demo) -> None:

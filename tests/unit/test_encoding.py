@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from rolepool.protocol import DataProto, encode
-from rolepool.protocol import encoding as encoding_module
 from rolepool.protocol.columns import same_value
 from rolepool.protocol.encoding import make_private, tensor_bytes
 
@@ -255,17 +254,16 @@ def shared_file(tmp_path: Path) -> mmap.mmap:
 
 
 def test_memory_that_can_be_mapped_again_is_read_in_place_and_written_in_private(
-    shared_file: mmap.mmap, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    shared_file: mmap.mmap, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "memory")
-    monkeypatch.setattr(encoding_module, "_places_of", lambda mapping: iter([path]))
     read_only = np.frombuffer(memoryview(shared_file).toreadonly(), np.uint8)
     parts = [
         read_only[100:1_200_000],
         read_only[1_200_000:1_200_100],
         read_only[1_600_001:3_600_000],
     ]
-    views = [make_private(part) for part in parts]
+    views = [make_private(part, lambda memory: iter([path])) for part in parts]
     for view, part in zip(views, parts, strict=True):
         assert np.array_equal(view, part)
     assert [isinstance(view.base, np.ndarray) for view in views] == [True, False, True], (
@@ -280,11 +278,13 @@ def test_memory_that_can_be_mapped_again_is_read_in_place_and_written_in_private
 
 
 def test_mappings_and_descriptors_go_away_with_the_last_tensor(
-    shared_file: mmap.mmap, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    shared_file: mmap.mmap, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "memory")
-    monkeypatch.setattr(encoding_module, "_places_of", lambda mapping: iter([path]))
     read_only = np.frombuffer(memoryview(shared_file).toreadonly(), np.uint8)
+
+    def view_of_file() -> torch.Tensor:
+        return torch.from_numpy(make_private(read_only, lambda memory: iter([path])))
 
     def held() -> tuple[int, int]:
         gc.collect()
@@ -293,7 +293,7 @@ def test_mappings_and_descriptors_go_away_with_the_last_tensor(
         )
 
     before = held()
-    tensors = [torch.from_numpy(make_private(read_only)) for _ in range(5)]
+    tensors = [view_of_file() for _ in range(5)]
     assert held() == (before[0] + 5, before[1] + 5)
     row = tensors[0][-10:]
     del tensors
@@ -303,12 +303,9 @@ def test_mappings_and_descriptors_go_away_with_the_last_tensor(
     assert held() == before
 
 
-def test_memory_that_cannot_be_mapped_again_is_copied(
-    shared_file: mmap.mmap, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(encoding_module, "_places_of", lambda mapping: iter(["/nowhere"]))
+def test_memory_that_cannot_be_mapped_again_is_copied(shared_file: mmap.mmap) -> None:
     read_only = np.frombuffer(memoryview(shared_file).toreadonly(), np.uint8)
-    view = make_private(read_only)
+    view = make_private(read_only, lambda memory: iter(["/nowhere"]))
     assert np.array_equal(view, read_only)
     view[:] = 0
     assert shared_file[255] == 255

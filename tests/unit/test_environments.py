@@ -23,6 +23,7 @@ from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.protocol import DataProto
 from rolepool.protocol.columns import rows_of_responses
+from rolepool.protocol.part_times import PartTimes
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.rollout import Rollout
 from rolepool.roles.rule_reward import RuleReward
@@ -267,21 +268,11 @@ def test_a_thousand_conversations_run_at_the_same_time_without_a_thread_each(dem
 # The engine
 
 
-def test_a_turn_computes_only_the_tokens_that_the_turns_before_it_did_not(
-    demo: Demo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rolepool.rollout.decoder import Decoder
-
-    num_run = 0
-    prefill = Decoder.prefill
-
-    def counted(self: Decoder, cache: Any, tokens: Any, pieces: Any) -> Any:
-        nonlocal num_run
-        num_run += len(tokens)
-        return prefill(self, cache, tokens, pieces)
-
-    monkeypatch.setattr(Decoder, "prefill", counted)
-    batch = make_rollout(demo, "three_turns").generate_sequences(prompts(NUM_ROWS)).batch
+def test_a_turn_computes_only_the_tokens_that_the_turns_before_it_did_not(demo: Demo) -> None:
+    rollout = make_rollout(demo, "three_turns")
+    with PartTimes() as times:
+        batch = rollout.generate_sequences(prompts(NUM_ROWS)).batch
+    num_run = sum(part.num_tokens for part in times.added_up() if part.name == "prefill")
     # Of each turn but the first: the last token that was sampled before it, and the two that were
     # added.
     assert batch["num_turns"].tolist() == [3] * NUM_ROWS

@@ -153,7 +153,6 @@ def test_gpus_that_nvml_does_not_know_are_not_monitored_and_all_else_is(
 ) -> None:
     """A Ray can count more GPUs than there are, and a container can hide some."""
     monkeypatch.setattr(sampling, "pynvml", nvml)
-    monkeypatch.setattr(sampling, "once_per_second", lambda look: None)
     pid = os.getpid()
     watched = [Watched(pid, "big", 0, 0), Watched(pid, "big", 1, 1), Watched(pid, "small", 0, 3)]
     monitor = NodeMonitor("here", watched, {})

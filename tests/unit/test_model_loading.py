@@ -20,7 +20,7 @@ from rolepool.config import load_config
 from rolepool.errors import ConfigError
 from rolepool.models.loading import load_critic, load_policy, load_reward_model
 from rolepool.placement import build_plan
-from rolepool.trainer.build import check_inputs
+from rolepool.trainer.inputs import check_inputs
 from tiny_models import write_model
 
 SIZES = {

@@ -19,7 +19,7 @@ from commands import Outcome
 from rolepool.metrics.spans import Part, Recorded
 from rolepool.report.curves import MAX_POINTS, MAX_SMALL_POINTS
 from rolepool.report.page import page_data, render
-from rolepool.report.page_timeline import MAX_SPANS
+from rolepool.report.page_timeline import MAX_LANES, MAX_SPANS
 from rolepool.report.run import Run
 
 HOSTILE = "</script><script>window.broken=1</script><!--<img src=x onerror=alert(1)>\u2028'\"&${x}`"
@@ -245,14 +245,19 @@ def test_of_a_long_run_whole_steps_are_left_out_and_curves_keep_their_extremes()
     assert max(loss["max"]) == 99.0
 
 
-def test_lanes_are_left_out_when_one_step_has_too_many_spans(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("rolepool.report.page_timeline.MAX_SPANS", 8)
-    monkeypatch.setattr("rolepool.report.page_timeline.MAX_LANES", 3)
-    windows = page_data(make_run(num_steps=2))["windows"]
+def test_lanes_are_left_out_when_one_step_has_too_many_spans() -> None:
+    run = make_run(num_steps=2)
+    num_lanes = len({(recorded.span.pool, recorded.span.rank) for recorded in run.spans})
+    num_ranks = MAX_SPANS // 4  # there are at least four spans of each rank in a step
+    spans = list(run.spans)
+    for recorded in run.spans:
+        if (recorded.span.pool, recorded.span.rank) == ("critic_pool", 0):
+            for rank in range(2, num_ranks):
+                spans.append(recorded._replace(span=recorded.span._replace(rank=rank)))
+    windows = page_data(replace(run, spans=spans))["windows"]
+    num_hidden = num_lanes + num_ranks - 2 - MAX_LANES
     assert [(window["why"], len(window["starts"]), window["num_hidden"]) for window in windows] == [
-        ("median", 1, 2)
+        ("median", 1, num_hidden)
     ]
 
 

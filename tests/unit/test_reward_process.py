@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from rolepool.data.reward_signatures import ResponseRow
 from rolepool.data.rewards import RewardError, RewardFunction, SampleError
 
 OnError = Literal["abort", "zero"]
+NO_WAITS: Mapping[str, float] = {}
 
 
 def process_of(
@@ -31,13 +32,15 @@ def process_of(
     timeout_s: float = 30.0,
     on_error: OnError = "zero",
     num_at_once: int = 1,
+    waits: Mapping[str, float] = NO_WAITS,
     **more: Any,
 ) -> ScoringProcesses:
+    """`waits` are the times of `ScoringProcesses`, and `more` are keys."""
     keys = {"name": "mine", "timeout_s": timeout_s, "on_error": on_error, **more}
     config = load_config([{"custom_reward_function": keys}]).config
     loaded = load_reward_function(config, function)
     assert isinstance(loaded, RewardFunction)
-    return ScoringProcesses(loaded, config.custom_reward_function, num_at_once)
+    return ScoringProcesses(loaded, config.custom_reward_function, num_at_once, **waits)
 
 
 def rows(*responses: str) -> list[ResponseRow]:

@@ -70,10 +70,9 @@ def test_the_judge_as_a_plain_function_runs_in_processes(
 def test_a_server_that_does_not_run_is_tried_again_and_named(
     benchmark: ModuleType, judge_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:1/v1/chat/completions")
     with pytest.raises(SampleError) as caught:
-        benchmark.reward_of(judge_file, 4).score_rows(rows(1))
+        benchmark.reward_of(judge_file, 4, first_wait_s=0.01).score_rows(rows(1))
     assert "compute_score: URLError at judge.py:13: " in str(caught.value)
     assert str(caught.value).endswith("for line 0; the response is 'It is 0.' (tried 4 times)")
 

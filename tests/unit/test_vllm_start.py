@@ -14,7 +14,7 @@ from engine_contract import check_engine
 from rolepool.config import Config, load_config
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.protocol.worker import WorkerContext
-from rolepool.rollout import Request, Sampling, sample_seed, vllm_client
+from rolepool.rollout import Request, Sampling, sample_seed
 from rolepool.rollout import vllm_engine as module
 from rolepool.rollout.transformers_engine import TransformersEngine
 from rolepool.rollout.vllm_client import VllmClient
@@ -101,14 +101,11 @@ def test_a_python_that_cannot_be_run_is_an_error_in_one_line(tmp_path: Path) -> 
     assert "setup_vllm.sh" in line
 
 
-def test_a_start_that_takes_too_long_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_client, "_END_TIMEOUT_S", 0.1)
+def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nexec sleep 1000\n")
     script.chmod(0o755)
-    client = VllmClient(str(script), {}, start_timeout_s=0.5)
+    client = VllmClient(str(script), {}, start_timeout_s=0.5, end_timeout_s=0.1)
     with pytest.raises(RolepoolError) as caught:
         client.ask("sleep")
     key = "actor_rollout_ref.rollout.vllm_start_timeout_s=0.5"

@@ -15,11 +15,10 @@ from rolepool.cluster.output import MAX_LINES, LimitedOutput
 from rolepool.errors import logger
 
 
-def test_a_flood_is_cut_on_the_console_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flood_is_cut_on_the_console_and_counted(tmp_path: Path) -> None:
     console, file = io.StringIO(), tmp_path / "logs" / "pool-0.log"
-    stream = LimitedOutput(console, file)
+    time_s = 100.0
+    stream = LimitedOutput(console, file, now_s=lambda: time_s)
     for number in range(10_000):
         print(f"line {number}", file=stream)
     print("\n".join(["in one call"] * 10_000), file=stream, flush=True)
@@ -27,7 +26,10 @@ def test_a_flood_is_cut_on_the_console_and_counted(
     assert len(console.getvalue().splitlines()) == MAX_LINES, (
         "the count comes when the interval is over"
     )
-    monkeypatch.setattr(output, "INTERVAL_S", 0.0)
+    time_s += output.INTERVAL_S
+    stream.flush()
+    assert len(console.getvalue().splitlines()) == MAX_LINES
+    time_s += 0.1
     stream.flush()
     stream.flush()
     assert console.getvalue().splitlines()[MAX_LINES:] == [

@@ -81,6 +81,8 @@ def _failure(asked: Asked, what: str, error: RayError) -> RolepoolError:
 def outcomes(asked: Collection[ray.ObjectRef[Result]], timeout_s: float) -> list[Result | RayError]:
     """Wait for these answers of actors, and return each of them, or Ray's error if there is none.
     It is a GetTimeoutError if the answer has not arrived in time."""
+    if not asked:  # Ray would start if it does not run
+        return []
     ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
     results: list[Result | RayError] = []
     for answer in asked:

@@ -35,8 +35,8 @@ from rolepool.protocol.futures import (
 
 FETCH_TIMEOUT_S = 600.0
 
-Argument = Any
-"""An argument of a method. Whoever calls the method decides its type."""
+Argument = object
+"""An argument of a method. Only the method knows its type."""
 Value = Any
 """A result of a method. Whoever wrote the method decides its type."""
 Args = Sequence[Argument]
@@ -180,6 +180,7 @@ def pack_call(
 
     def pack(value: Argument) -> Argument:
         if in_lists:
+            assert isinstance(value, list | tuple)  # the proxy has checked it
             value = value[index]
         return _pack_value(value, objects, reads, split)
 
@@ -250,12 +251,18 @@ def _pack_stripe(stripe: Stripe, objects: Objects, reads: Keys, split: Split) ->
         rows = stripe.order[rows]
     if not isinstance(stripe.source, DataProto):
         return StripeArgument(_add_replies(stripe.source, objects), keys, share.total, rows)
-    _, header, large = futures.encode_result(futures.rows_with_keys(stripe.source, rows, keys))
-    reply = pack_reply(Reply(FROM_DRIVER, header=header))
-    stored = ray.put(large) if large else None
-    start = len(objects)
-    objects.append((reply, stored))
-    return StripeArgument(slice(start, start + 1), keys, share.total)
+    position = len(objects)
+    objects.append(_as_reply(futures.rows_with_keys(stripe.source, rows, keys)))
+    return StripeArgument(slice(position, position + 1), keys, share.total)
+
+
+def _as_reply(batch: DataProto) -> SentReply:
+    """A batch of the driver as the reply of a rank. Its large columns are stored now."""
+    _, header, large = futures.encode_result(batch)
+    stored = None
+    if large:
+        stored = ray.put(large)
+    return pack_reply(Reply(FROM_DRIVER, header=header)), stored
 
 
 def _add_replies(calls: Iterable[Pending], objects: Objects) -> slice:

@@ -17,7 +17,7 @@ from rolepool.cluster import launch, reservation
 from rolepool.cluster.answers import Answer, Asked, await_all
 from rolepool.cluster.connection import connect, raise_if_ray_died
 from rolepool.cluster.deaths import find_deaths
-from rolepool.cluster.group import WorkerGroup, processes_of_healthy
+from rolepool.cluster.group import WorkerGroup, ask_healthy
 from rolepool.cluster.launch import Process
 from rolepool.cluster.monitors import Monitors
 from rolepool.cluster.nodes import live_node_ids, live_nodes, nodes_with_slots, substitutes
@@ -67,7 +67,10 @@ class Cluster(AbstractContextManager["Cluster"]):
         timeout_s: float = 60.0,
         run_seed: int = 1,
         deterministic: bool = False,
+        helpers: Mapping[str, int] | None = None,
     ) -> None:
+        """`helpers` are pools of processes beside those of the plan, without GPUs, and the number
+        of their processes. They start at the same time as the others."""
         self.plan = plan
         self.groups: dict[str, WorkerGroup] = {}
         self._settings = ProcessSettings(run_seed=run_seed, deterministic=deterministic)
@@ -79,7 +82,10 @@ class Cluster(AbstractContextManager["Cluster"]):
             cleanup.callback(connect(address, num_ray_cpus, plan.device))
             cleanup.push(_name_ray_as_cause)
             self._reserved = reservation.reserve(plan, live_nodes(), cleanup, timeout_s, held={})
-            pools = launch.start_pools(self._reserved, plan.pools, cleanup, **self._settings)
+            places = dict.fromkeys(plan.pools, self._reserved)
+            for name, count in (helpers or {}).items():
+                places[name] = reservation.place_for_helpers(name, count)
+            pools = launch.start_pools(places, cleanup, **self._settings)
             self._cleanup = cleanup.pop_all()
         self._add_groups(pools)
 
@@ -160,13 +166,20 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
         """Start a pool of processes beside those of the plan, without GPUs."""
-        place = reservation.place_for_helpers(name, count)
-        self._add_groups(launch.start_pools(place, [name], self._cleanup, **self._settings))
+        places = {name: reservation.place_for_helpers(name, count)}
+        self._add_groups(launch.start_pools(places, self._cleanup, **self._settings))
         return self.groups[name]
 
     def find_death(self) -> WorkerError | None:
-        """The error about a process that has died; None if all live."""
-        for dead, reason in find_deaths(processes_of_healthy(self.groups)):
+        """The error about a process that has died; None if all live.
+
+        Processes that were asked since the last repair are not asked again, because Ray tells the
+        driver about a death after that.
+        """
+        for group in self.groups.values():
+            group.break_if_dead()
+        unasked = [group for group in self.groups.values() if not group.was_asked]
+        for dead, reason in ask_healthy(unasked):
             error = dead.error(f"{dead} died: {reason}", is_death=True)
             self.groups[dead.pool].break_with(error)
         for group in self.groups.values():
@@ -182,14 +195,17 @@ class Cluster(AbstractContextManager["Cluster"]):
         touched.
         """
         self.find_death()
-        broken = [name for name, group in self.groups.items() if group.broken is not None]
-        planned = [name for name in broken if name in self.plan.pools]
-        pools = launch.start_pools(self._reserved, planned, self._cleanup, **self._settings)
-        self._add_groups(pools)
-        for name in broken:
-            if name not in planned:
-                self.add_helpers(name, self.groups[name].world_size)
-        return broken
+        places: dict[str, Reservation] = {}
+        for name, group in self.groups.items():
+            group.was_asked = False
+            if group.broken is None:
+                continue
+            if name in self.plan.pools:
+                places[name] = self._reserved
+            else:
+                places[name] = reservation.place_for_helpers(name, group.world_size)
+        self._add_groups(launch.start_pools(places, self._cleanup, **self._settings))
+        return list(places)
 
     def measure(self, function: Measure[Measured]) -> list[Measured]:
         """Call a function in the processes of the plan, which must not have roles yet. On CPU slots
@@ -213,7 +229,8 @@ class Cluster(AbstractContextManager["Cluster"]):
             reserved = reservation.reserve(
                 plan, live_nodes(), cleanup, self._timeout_s, self._held()
             )
-            processes = launch.start_pools(reserved, names, cleanup, **self._settings)
+            places = dict.fromkeys(names, reserved)
+            processes = launch.start_pools(places, cleanup, **self._settings)
             asked: dict[Answer, Asked] = {}
             for members in processes.values():
                 for process in members:

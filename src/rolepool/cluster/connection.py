@@ -14,10 +14,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Required, TypedDict, Unpack
 
 import psutil
 import ray
@@ -38,7 +38,7 @@ logging.getLogger("ray._private.authentication.authentication_token_setup").addF
 )
 
 START_LIMIT = "RAY_gcs_server_port_wait_time_s"
-SYSTEM_CONFIG = {"task_events_report_interval_ms": 0}
+SYSTEM_CONFIG: dict[str, object] = {"task_events_report_interval_ms": 0}
 """No record of each call. Ray's GCS process would keep the last 100,000 of them in memory, and
 nothing here reads them (benchmarks/gcs_memory.py)."""
 PARTS = {
@@ -75,13 +75,8 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
     # reads.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if address is None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        make_token_private()
         with ExitStack() as cleanup:
-            folder = cleanup.enter_context(private_folder())
-            num_gpus = 0 if device == "cpu" else None  # None: Ray counts them
-            _start_local_ray(num_cpus=num_cpus, num_gpus=num_gpus, _temp_dir=str(folder))
-            cleanup.callback(ray.shutdown)
+            cleanup.enter_context(local_ray(num_cpus, num_gpus=0 if device == "cpu" else None))
             return cleanup.pop_all().close
     try:
         _probe(address)
@@ -93,7 +88,19 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
     return ray.shutdown
 
 
-def _init_ray(**options: Any) -> None:
+class _RayOptions(TypedDict, total=False):
+    """The arguments of `ray.init` that are used here."""
+
+    address: Required[str]
+    num_cpus: int
+    num_gpus: int | None
+    object_store_memory: int | None
+    include_dashboard: bool
+    _temp_dir: str
+    _system_config: dict[str, object]
+
+
+def _init_ray(**options: Unpack[_RayOptions]) -> None:
     """Start or join Ray, and keep the program's handler of SIGTERM, because Ray sets one that
     aborts."""
     before = signal.getsignal(signal.SIGTERM)
@@ -173,20 +180,44 @@ def _refusal(address: str, error: Exception) -> str:
 # A local Ray
 
 
-def _start_local_ray(**options: Any) -> None:
+@contextmanager
+def local_ray(
+    num_cpus: int, num_gpus: int | None, object_store_bytes: int | None = None
+) -> Iterator[None]:
+    """A Ray of this process, whose files only this user can read. It ends with the block. If the
+    numbers of GPUs and bytes are None, Ray counts the GPUs, and chooses the size of its shared
+    memory. Raises PlacementError if it does not start."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    make_token_private()
+    with private_folder() as folder:
+        _start_local_ray(
+            address="local",  # never joins another Ray that happens to run on this machine
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            object_store_memory=object_store_bytes,
+            include_dashboard=False,
+            _temp_dir=str(folder),
+            _system_config=SYSTEM_CONFIG,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _start_local_ray(**options: Unpack[_RayOptions]) -> None:
     """Start Ray, and once more with a longer time limit if it does not start, because a busy
     machine can be too slow for Ray's own limits. Raises PlacementError."""
-    # "local" never joins another Ray that happens to run on this machine.
-    options |= {"address": "local", "include_dashboard": False, "_system_config": SYSTEM_CONFIG}
     try:
-        return _init_ray(**options)
+        _init_ray(**options)
+        return
     except Exception as error:  # Ray raises errors of many types here, also plain `Exception`
         logger.warning(
             "Ray did not start (%s); trying once more with a longer time limit", one_line(error)
         )
     os.environ[START_LIMIT] = "180"
     try:
-        return _init_ray(**options)
+        _init_ray(**options)
     except Exception as error:
         fix = "stop other programs if the machine is busy, or see Ray's logs (/tmp/ray/session_latest/logs)"
         raise PlacementError(f"Ray did not start, twice ({one_line(error)}); {fix}") from None

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayActorError
 
 from rolepool.cluster.answers import Answer, Asked, await_all, cause_of, outcomes
 from rolepool.cluster.calls import Argument
 from rolepool.cluster.connection import raise_if_ray_died
-from rolepool.cluster.deaths import find_deaths, has_died, is_death_of
+from rolepool.cluster.deaths import Death, death_named_by, find_deaths, has_died, is_death_of
 from rolepool.cluster.launch import Process
 from rolepool.cluster.pending import PendingCall
 from rolepool.cluster.proxy import RoleProxy
@@ -50,6 +51,10 @@ class WorkerGroup:
         weak, so that results can be freed."""
         self.longest_s: dict[tuple[str, str], float] = {}
         """The longest time that a call of each role and method has taken so far."""
+        self.num_calls: Counter[tuple[str, str]] = Counter()
+        """How often each method of each role was called."""
+        self.was_asked = False
+        """Whether its processes were asked if they live, since the last repair of the cluster."""
 
     def add_role(
         self,
@@ -110,6 +115,11 @@ class WorkerGroup:
         problems = set(await_all(asked, f"look for {path}")) - {None}
         ConfigError.raise_if_any(f"{setting}: {problem}; {fix}" for problem in sorted(problems))
 
+    def note_call(self, call: PendingCall) -> None:
+        """Remember a call that is about to be sent."""
+        self.recent.append(weakref.ref(call))
+        self.num_calls[call.role, call.method] += 1
+
     def note_duration(self, call: PendingCall, duration_s: float) -> None:
         """Remember how long a call took, if no earlier one of its method took longer."""
         key = (call.role, call.method)
@@ -136,19 +146,18 @@ class WorkerGroup:
         if self.broken is not None:
             return
         dead = [process for process in self.processes if has_died(process)]
-        for process, reason in find_deaths(dead):
-            self._break_after_death(process, reason)
+        for death in find_deaths(dead):  # now they only say why they died
+            self._break_after(death)
 
-    def _break_after_death(
-        self, dead: Process, reason: str, call: PendingCall | None = None
-    ) -> WorkerError:
+    def _break_after(self, death: Death, call: PendingCall | None = None) -> WorkerError:
         """Break the group. The error names the call that the process was running, or else this
         call."""
+        dead = death.process
         ended = self._call_ended_by(dead) or call
         if ended is None:
-            error = dead.error(f"{dead} died: {reason}", is_death=True)
+            error = dead.error(f"{dead} died: {death.reason}", is_death=True)
         else:
-            message = f"{dead} died during {ended.role}.{ended.method}: {reason}"
+            message = f"{dead} died during {ended.role}.{ended.method}: {death.reason}"
             error = dead.error(message, role=ended.role, method=ended.method, is_death=True)
         self.break_with(error)
         return error
@@ -172,8 +181,8 @@ class WorkerGroup:
         if known is not None:
             return known
         errors = []
-        for dead, reason in find_deaths(processes_of_healthy(self._all_groups), cause):
-            errors.append(self._all_groups[dead.pool]._break_after_death(dead, reason, call))
+        for death in self._deaths_behind(cause):
+            errors.append(self._all_groups[death.process.pool]._break_after(death, call))
         self.raise_if_broken()
         if errors:
             return errors[0]
@@ -183,6 +192,17 @@ class WorkerGroup:
         if not call.has_ended(within_s=GRACE_S):
             self.break_with(failure)
         return failure
+
+    def _deaths_behind(self, cause: BaseException) -> list[Death]:
+        """The deaths that may have caused a failure. If the cause does not name the process, all
+        processes are asked."""
+        if not isinstance(cause, RayActorError):
+            return ask_healthy(self._all_groups.values())
+        deaths: list[Death] = []
+        for group in self._all_groups.values():
+            if group.broken is None:
+                deaths += death_named_by(cause, group.processes)
+        return deaths
 
     def known_failure(self, cause: BaseException) -> WorkerError | None:
         """If this error is about a broken pool, the error that broke it, because this error may be
@@ -208,10 +228,11 @@ class WorkerGroup:
         return None
 
 
-def processes_of_healthy(groups: Mapping[str, WorkerGroup]) -> list[Process]:
-    """The processes of all groups that can be used."""
+def ask_healthy(groups: Iterable[WorkerGroup]) -> list[Death]:
+    """Ask the processes of those groups that can be used whether they live. Returns the deaths."""
     processes: list[Process] = []
-    for group in groups.values():
+    for group in groups:
         if group.broken is None:
+            group.was_asked = True
             processes += group.processes
-    return processes
+    return find_deaths(processes)

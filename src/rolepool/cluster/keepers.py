@@ -99,9 +99,13 @@ class Keeper:
         for files, source in product(ranks, sources):
             with suppress(RayError):  # the source has died
                 number_there = self._await_number(files, source, deadline)
-                if number_there == number and self.number_of(files) != number:  # type: ignore[operator]
+                if number_there == number and not self._has(number, files):
                     self._copy(number, files, source)
-        return all(self.number_of(files) == number for files in ranks)  # type: ignore[operator]
+        return all(self._has(number, files) for files in ranks)
+
+    def _has(self, number: int, files: Files) -> bool:
+        """Whether these files are those of this snapshot."""
+        return self._number_of([self.folder / path for path in files]) == number
 
     @staticmethod
     def _await_number(files: Files, source: ActorHandle, deadline: float) -> int | None:
@@ -178,6 +182,8 @@ class Keepers:
     def copy(self, number: int, ranks: Sequence[tuple[Files, str]], written: CallFuture) -> None:
         """When the ranks of a role have written their files, copy them to another node. `ranks` has
         the node, too."""
+        if len(self._actors) < 2:
+            return
         files_on: dict[str, list[Files]] = defaultdict(list)
         for files, node in ranks:
             files_on[node].append(files)
@@ -187,11 +193,11 @@ class Keepers:
             replies += [reply for reply, _ in call.objects]
         # Each node has its second copy on the next one of the ring.
         ring = list(self._actors)
-        following_nodes = ring[1:] + ring[:1]
-        for node, following in zip(ring, following_nodes, strict=True):
-            if files_on[node] and following != node:
-                keeper = self._actors[following]
-                keeper.fetch.remote(number, files_on[node], [self._actors[node]], *replies)
+        for node, following in zip(ring, [*ring[1:], ring[0]], strict=True):
+            if files_on[node]:
+                source = self._actors[node]
+                target = self._actors[following]
+                target.fetch.remote(number, files_on[node], [source], *replies)
 
     def gather(self, number: int, ranks: Sequence[Files], nodes: Collection[str]) -> bool:
         """Copy to each of these nodes what it does not have of a role's snapshot. Returns whether

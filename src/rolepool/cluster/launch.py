@@ -8,7 +8,7 @@ and the clocks of their nodes.
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -23,7 +23,6 @@ from rolepool.cluster.process import Measure, Measured, Whereabouts, WorkerProce
 from rolepool.cluster.reservation import Bundle, Reservation
 from rolepool.config.functions import EXTENSIONS
 from rolepool.errors import PlacementError, WorkerError, logger
-from rolepool.placement import Plan
 from rolepool.placement.parallel import ParallelDims
 from rolepool.placement.plan import Slot
 from rolepool.protocol.worker import WorkerContext
@@ -69,31 +68,38 @@ class _Starting(NamedTuple):
 
 
 def start_pools(
-    reserved: Reservation,
-    names: Collection[str],
-    cleanup: ExitStack,
-    *,
-    run_seed: int,
-    deterministic: bool,
+    places: Mapping[str, Reservation], cleanup: ExitStack, *, run_seed: int, deterministic: bool
 ) -> dict[str, list[Process]]:
-    """Start the processes of these pools, all pools at the same time. Returns the processes of each
-    pool.
+    """Start the processes of these pools, all pools at the same time, each in the place that is
+    reserved for it. Returns the processes of each pool.
 
     `cleanup` ends the processes, also those of a start that failed. Raises PlacementError or
     WorkerError; every wait has a timeout.
     """
-    plan = reserved.plan
-    on_cpu = reserved.device == "cpu"
+    started = _start_processes(places, cleanup)
+    pools: dict[str, list[Process]] = {}
+    for name, processes in started.items():
+        pools[name] = _in_rank_order(name, places[name], processes)
+    _start_mps(places, pools)
+    _form_pools(places, pools, run_seed, deterministic)
+    _measure_clocks(chain(*pools.values()))
+    return pools
+
+
+def _start_processes(
+    places: Mapping[str, Reservation], cleanup: ExitStack
+) -> dict[str, list[Process]]:
+    """The processes of each pool, which have answered and have no ranks yet."""
     # Made once for all processes, because Ray stores each class that is made here in the cluster.
     actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerProcess)  # type: ignore[call-overload]
     starting: list[_Starting] = []
     asked: dict[Answer, Asked] = {}
-    for name in names:
-        for slot in plan.pools[name].slots:
+    for name, reserved in places.items():
+        for slot in reserved.plan.pools[name].slots:
             bundle = reserved.bundles[reserved.nodes[slot.node].node_id, slot.gpu]
             with_options = actor_class.options(
                 num_cpus=0,
-                num_gpus=0 if on_cpu else BUNDLE_PART,
+                num_gpus=0 if reserved.device == "cpu" else BUNDLE_PART,
                 max_restarts=0,
                 scheduling_strategy=bundle,
             )
@@ -102,22 +108,14 @@ def start_pools(
             asked[actor.whereabouts.remote()] = Asked(f"a process of {name}", name)
             starting.append(_Starting(name, bundle, actor))
     answers = await_all(asked, "start", "started %d of %d worker processes")
-    started: dict[str, list[Process]] = {name: [] for name in names}
+    started: dict[str, list[Process]] = {name: [] for name in places}
     for (name, bundle, actor), whereabouts in zip(starting, answers, strict=True):
         process = Process(**vars(whereabouts), actor=actor, pool=name)
         started[name].append(process)
-        if not on_cpu:  # Ray chose the GPU of each bundle, and now it is known
+        reserved = places[name]
+        if reserved.device != "cpu":  # Ray chose the GPU of each bundle, and now it is known
             reserved.bundles[process.node_id, process.gpus[0]] = bundle
-    pools: dict[str, list[Process]] = {}
-    all_processes: list[Process] = []
-    for name, processes in started.items():
-        pools[name] = _in_rank_order(name, reserved, processes)
-        all_processes += pools[name]
-    if plan.mps:
-        _start_mps(plan, pools)
-    _form_pools(reserved, pools, run_seed, deterministic)
-    _measure_clocks(all_processes)
-    return pools
+    return started
 
 
 def _in_rank_order(pool: str, reserved: Reservation, started: Sequence[Process]) -> list[Process]:
@@ -155,13 +153,17 @@ def _not_as_planned(
     return PlacementError(f"{planned}, but Ray assigned {assigned}: {held}; {fix}")
 
 
-def _start_mps(plan: Plan, pools: Mapping[str, Sequence[Process]]) -> None:
+def _start_mps(places: Mapping[str, Reservation], pools: Mapping[str, Sequence[Process]]) -> None:
     """Start one daemon on every node, in the first process that shares a GPU there, before any of
-    them uses its GPU."""
+    them uses its GPU. Plans without MPS need none."""
     sharing: dict[str, list[Process]] = defaultdict(list)
-    for name in plan.sharing_pools:
-        for process in pools.get(name, ()):
-            sharing[process.node_id].append(process)
+    for name, processes in pools.items():
+        plan = places[name].plan
+        if plan.mps and name in plan.sharing_pools:
+            for process in processes:
+                sharing[process.node_id].append(process)
+    if not sharing:
+        return
     asked: dict[Answer, Asked] = {}
     for processes in sharing.values():
         first = processes[0]
@@ -175,16 +177,17 @@ def _start_mps(plan: Plan, pools: Mapping[str, Sequence[Process]]) -> None:
 
 
 def _form_pools(
-    reserved: Reservation,
+    places: Mapping[str, Reservation],
     pools: Mapping[str, Sequence[Process]],
     run_seed: int,
     deterministic: bool,
 ) -> None:
     """Give every process its rank, and form one process group for each pool; all pools at the same
     time."""
-    device = "cpu" if reserved.device == "cpu" else reserved.plan.device
     joined: dict[Answer, Asked] = {}
     for name, processes in pools.items():
+        reserved = places[name]
+        device = "cpu" if reserved.device == "cpu" else reserved.plan.device
         context = WorkerContext(
             pool=name,
             dims=ParallelDims.over(len(processes)),
@@ -241,7 +244,7 @@ def measure(
     return ray.get(answers_of_first)
 
 
-def _measure_clocks(processes: Sequence[Process]) -> None:
+def _measure_clocks(processes: Iterable[Process]) -> None:
     """Measure how far the clocks of other nodes are ahead of the driver's clock."""
     ahead_s = {ray.util.get_node_ip_address(): 0.0}
     for process in processes:

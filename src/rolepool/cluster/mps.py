@@ -19,7 +19,7 @@ from rolepool.errors import PlacementError
 
 CONTROL = "nvidia-cuda-mps-control"
 START_TIMEOUT_S = 30.0
-"""The time in which the daemon and its server must start."""
+"""The time in which the daemon and its server must start, unless somebody says something else."""
 ASK_TIMEOUT_S = 10.0
 
 
@@ -27,7 +27,7 @@ class MpsDaemon:
     """Our own running daemon, separate from any other on the node. It ends when this process
     ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_timeout_s: float = START_TIMEOUT_S) -> None:
         if shutil.which(CONTROL) is None:
             _refuse(f"{CONTROL} is not on the PATH")
         # Always in /tmp, not in the system's default folder, because the paths of sockets must be
@@ -55,7 +55,8 @@ class MpsDaemon:
             timeout=ASK_TIMEOUT_S,
         )
         os.close(watched)
-        deadline = time.monotonic() + START_TIMEOUT_S
+        self._start_timeout_s = start_timeout_s
+        deadline = time.monotonic() + start_timeout_s
         try:
             if self._control("", "-d") is None:
                 _refuse(f"{CONTROL} -d failed: {self._last_log_line()}")
@@ -75,7 +76,8 @@ class MpsDaemon:
     def _wait(self, deadline: float, awaited: str) -> None:
         if time.monotonic() > deadline:
             _refuse(
-                f"waited {START_TIMEOUT_S:g} s for {awaited}; the last line of its log: {self._last_log_line()}"
+                f"waited {self._start_timeout_s:g} s for {awaited}; "
+                f"the last line of its log: {self._last_log_line()}"
             )
         time.sleep(0.1)
 

@@ -6,6 +6,7 @@ Owns which log records are details, which only the file gets.
 import logging
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -46,11 +47,16 @@ class LimitedOutput:
     the stream. After `MAX_LINES` lines, the rest of an interval is only in the file. The first
     output after the interval tells how many lines that were."""
 
-    def __init__(self, stream: TextIO, path: Path) -> None:
-        self._stream, self._path = stream, path
+    def __init__(
+        self, stream: TextIO, path: Path, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`now_s` is the clock that the intervals are measured with."""
+        self._stream = stream
+        self._path = path
+        self._now_s = now_s
         self._file: TextIO | None = None
         self._num_lines = 0
-        self._since_s = time.monotonic()
+        self._since_s = now_s()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
@@ -78,7 +84,7 @@ class LimitedOutput:
 
     def _end_interval(self) -> None:
         """If the interval is over, begin the next one."""
-        now_s = time.monotonic()
+        now_s = self._now_s()
         if now_s <= self._since_s + INTERVAL_S:
             return
         num_hidden = self._num_lines - MAX_LINES

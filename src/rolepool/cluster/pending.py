@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -48,7 +47,7 @@ class PendingCall:
     _error: WorkerError | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.group.recent.append(weakref.ref(self))
+        self.group.note_call(self)
 
     @property
     def what(self) -> str:

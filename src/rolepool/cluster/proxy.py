@@ -49,6 +49,8 @@ class RoleProxy:
     """The keys of batches that each method reads."""
     blocking: bool | None = None
     """The default of calls through this proxy; None means what each method was registered with."""
+    has_started: bool = False
+    """Whether the run has waited until the role can be used."""
 
     def __post_init__(self) -> None:
         self.world_size = self.group.world_size

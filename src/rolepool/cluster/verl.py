@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from rolepool.cluster.calls import Argument, Value
 from rolepool.cluster.cluster import Cluster, live_inventory
@@ -70,7 +71,7 @@ class RayClassWithInitArgs:
     def __init__(self, cls: type[Worker], *args: Argument, **kwargs: Argument) -> None:
         self.cls: type[Worker] = getattr(cls, "__ray_actor_class__", cls)
         self.args = args
-        self.kwargs = kwargs
+        self.kwargs: dict[str, Any] = kwargs
 
 
 def create_colocated_worker_cls(

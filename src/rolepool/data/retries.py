@@ -37,10 +37,12 @@ class Retries:
     _jitter = random.Random()
     """Not the generator of the function, whose numbers must not depend on connections."""
 
-    def __init__(self, keys: CustomRewardFunctionConfig) -> None:
+    def __init__(
+        self, keys: CustomRewardFunctionConfig, first_wait_s: float = FIRST_WAIT_S
+    ) -> None:
         self._keys = keys
         self._num_attempts = 0
-        self._next_wait_s = FIRST_WAIT_S
+        self._next_wait_s = first_wait_s
         self._begin_s = self._attempt_s = time.monotonic()
 
     def wait_after(self, outcome: Outcome) -> float | None:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 from rolepool.config.run_keys import CustomRewardFunctionConfig
 from rolepool.data.child_process import ChildProcess
-from rolepool.data.retries import Retries
+from rolepool.data.retries import FIRST_WAIT_S, Retries
 from rolepool.data.reward_signatures import ResponseRow
 from rolepool.data.rewards import (
     FAILED,
@@ -35,7 +35,8 @@ from rolepool.errors import logger
 ASYNC_CALLS = 64
 """How many calls of an async function are made at the same time if the key is not set."""
 GRACE_S = 5.0
-"""How long the child of an async function may be late with stopping a call."""
+"""How long the child of an async function may be late with stopping a call, unless somebody says
+something else."""
 
 
 class _Scorer(ChildProcess):
@@ -43,16 +44,22 @@ class _Scorer(ChildProcess):
     it is async."""
 
     def __init__(
-        self, function: RewardFunction, keys: CustomRewardFunctionConfig, num_at_once: int
+        self,
+        function: RewardFunction,
+        keys: CustomRewardFunctionConfig,
+        num_at_once: int,
+        grace_s: float,
+        first_wait_s: float,
     ) -> None:
         self._function = function
         self._keys = keys
         self._num_at_once = num_at_once
+        self._first_wait_s = first_wait_s
         self._silence_s = keys.timeout_s
         """Longest time without an outcome. An async function is stopped in the child, without
         losing its other calls, unless it does not let the child run."""
         if function.is_async:
-            self._silence_s += GRACE_S
+            self._silence_s += grace_s
         self._unfinished: dict[int, RowsOfCall] = {}
         """The calls that the child has got, by number, in the order in which it begins them."""
         self._deadline_s = math.inf
@@ -123,7 +130,7 @@ class _Scorer(ChildProcess):
             loop.run_until_complete(self._make_calls(channel.recv(), send))
 
     def _outcome(self, call: RowsOfCall) -> Outcome:
-        retries = Retries(self._keys)
+        retries = Retries(self._keys, self._first_wait_s)
         while True:
             outcome = self._attempt(call)
             wait_s = retries.wait_after(outcome)
@@ -152,7 +159,7 @@ class _Scorer(ChildProcess):
 
     async def _outcome_async(self, call: RowsOfCall) -> Outcome:
         """The same as `_outcome`, within the time limit."""
-        retries = Retries(self._keys)
+        retries = Retries(self._keys, self._first_wait_s)
         try:
             async with asyncio.timeout(self._keys.timeout_s):
                 while True:
@@ -221,11 +228,19 @@ class ScoringProcesses:
     that died, is replaced.
 
     `num_at_once` is the number of calls at the same time: in one child if the function is async, or
-    else in as many children. The result does not depend on which call ends first.
+    else in as many children. The result does not depend on which call ends first. The child of an
+    async function may be late by `grace_s` with stopping a call. `first_wait_s` is the time before
+    a call that has failed at a connection is tried again for the first time.
     """
 
     def __init__(
-        self, function: RewardFunction, keys: CustomRewardFunctionConfig, num_at_once: int = 1
+        self,
+        function: RewardFunction,
+        keys: CustomRewardFunctionConfig,
+        num_at_once: int = 1,
+        *,
+        grace_s: float = GRACE_S,
+        first_wait_s: float = FIRST_WAIT_S,
     ) -> None:
         self._function = function
         self._keys = keys
@@ -237,7 +252,10 @@ class ScoringProcesses:
             num_in_child = num_at_once
         if function.takes_batches:
             num_children = 1
-        self._children = [_Scorer(function, keys, num_in_child) for _ in range(num_children)]
+        self._children: list[_Scorer] = []
+        for _ in range(num_children):
+            child = _Scorer(function, keys, num_in_child, grace_s, first_wait_s)
+            self._children.append(child)
 
     def score_rows(self, rows: Sequence[ResponseRow]) -> list[Scored]:
         """The scores of a batch. Raises the error of a bad row at once; with on_error=zero, failed

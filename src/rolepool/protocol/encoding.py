@@ -26,7 +26,7 @@ import os
 import pickle
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +139,7 @@ def _from_bytes(
 # --- private views of shared memory -------------------------------------------------------------------------------
 
 
-class _SharedMemory(NamedTuple):
+class SharedMemory(NamedTuple):
     """A shared mapping of this process, and its file as (device, inode)."""
 
     start: int
@@ -148,11 +148,15 @@ class _SharedMemory(NamedTuple):
     file: tuple[int, int]
 
 
+FindPlaces = Callable[[SharedMemory], Iterator[str]]
+"""Finds the paths at which the mapped file may be opened."""
+
+
 class _PrivateMapping(mmap.mmap):
     """A copy-on-write mapping of a part of shared memory. It is unmapped when the last array on it
     is gone."""
 
-    memory: _SharedMemory
+    memory: SharedMemory
     owner: Buffer  # pins the shared object; without it the pages would be given to other objects
 
 
@@ -164,11 +168,11 @@ _SHARED_LINE = re.compile(rb"^(\w+)-(\w+) ...s (\w+) (\w+):(\w+) ([1-9]\d*)", re
 _MAP_NORESERVE = 0x4000  # Linux; only the pages that get written will need memory
 
 
-def make_private(buffer: Buffer) -> Buffer:
+def make_private(buffer: Buffer, find_places: FindPlaces | None = None) -> Buffer:
     """The same bytes, which may be written to without another process or a later read seeing it.
 
-    A large read-only buffer may be shared memory. It is mapped again, copy-on-write. All others are
-    copied.
+    A large read-only buffer may be shared memory. It is mapped again, copy-on-write, if its file is
+    in one of the places that are found (`places_of`). All others are copied.
     """
     start = buffer.ctypes.data
     end = buffer.ctypes.data + buffer.nbytes
@@ -177,7 +181,7 @@ def make_private(buffer: Buffer) -> Buffer:
     first_page = start // mmap.PAGESIZE * mmap.PAGESIZE
     try:
         memory = _memory_at(first_page, end)
-        path = _path_of(memory)
+        path = _path_of(memory, find_places or places_of)
         offset = first_page - memory.start + memory.offset
         if _file_at(path) != memory.file:
             raise OSError("its file cannot be opened a second time")
@@ -197,7 +201,7 @@ def make_private(buffer: Buffer) -> Buffer:
     return np.frombuffer(mapping, np.uint8)[start - first_page :]
 
 
-def _memory_at(low: int, high: int) -> _SharedMemory:
+def _memory_at(low: int, high: int) -> SharedMemory:
     """The shared file mapping that contains these addresses. Raises OSError if there is none."""
     # A private mapping pins its object, so the addresses of the object's memory mean the same file
     # while it lives.
@@ -211,15 +215,15 @@ def _memory_at(low: int, high: int) -> _SharedMemory:
             offset = int(line[3], 16)
             device = os.makedev(int(line[4], 16), int(line[5], 16))
             inode = int(line[6])
-            return _SharedMemory(start, end, offset, file=(device, inode))
+            return SharedMemory(start, end, offset, file=(device, inode))
     raise OSError("they are not in a shared file")
 
 
 @functools.cache  # searching all processes takes milliseconds
-def _path_of(memory: _SharedMemory) -> str:
+def _path_of(memory: SharedMemory, find_places: FindPlaces) -> str:
     """Where the mapped file, which has no name any more, can be opened. It is "" if that is not
     possible."""
-    for path in _places_of(memory):
+    for path in find_places(memory):
         if _file_at(path) == memory.file:
             return path
     return ""
@@ -233,7 +237,7 @@ def _file_at(path: str) -> tuple[int, int] | None:
     return None
 
 
-def _places_of(memory: _SharedMemory) -> Iterator[str]:
+def places_of(memory: SharedMemory) -> Iterator[str]:
     """Where the file may be opened: this process's mapping of it (needs a capability), or the
     raylet, which made it."""
     yield f"/proc/self/map_files/{memory.start:x}-{memory.end:x}"

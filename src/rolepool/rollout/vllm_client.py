@@ -37,7 +37,8 @@ _DEFAULT_VARIABLES = {
 START_TIMEOUT_S = 1800.0
 """How long vLLM may take to start, unless `actor_rollout_ref.rollout.vllm_start_timeout_s` says
 something else."""
-_END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 10.0
+"""How long it may take to end by itself."""
 
 PlainDigests = dict[str, tuple[str, tuple[int, ...], int]]
 """The digests of tensors as they come from the process: dtype, shape and number."""
@@ -57,16 +58,18 @@ class VllmClient:
         arguments: Mapping[str, object],
         group: tuple[int, int, int] = (0, 1, 0),
         start_timeout_s: float = START_TIMEOUT_S,
+        end_timeout_s: float = END_TIMEOUT_S,
     ) -> None:
         self.arguments = dict(arguments)
         self._timeout_s = start_timeout_s
+        self._end_timeout_s = end_timeout_s
         self._began_s = time.monotonic()
         self._has_started = False
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = _run(python, theirs)
         self._connection: Any = Connection(ours.detach())
-        self.close = weakref.finalize(self, _end, self._connection, self.process)
+        self.close = weakref.finalize(self, _end, self._connection, self.process, end_timeout_s)
         with suppress(OSError):  # it has ended already, which `await_start` reports
             self._connection.send(("start", (self.arguments, *group)))
 
@@ -112,7 +115,7 @@ class VllmClient:
             return self._connection.recv()
         except (EOFError, OSError):
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(_END_TIMEOUT_S)
+                self.process.wait(self._end_timeout_s)
             code = self.process.poll()
             raise RolepoolError(
                 f"vLLM's process ended with exit code {code}; its output says why"
@@ -137,9 +140,9 @@ def _run(python: str, theirs: socket.socket) -> "subprocess.Popen[bytes]":
         ) from None
 
 
-def _end(connection: Any, process: "subprocess.Popen[bytes]") -> None:
+def _end(connection: Any, process: "subprocess.Popen[bytes]", timeout_s: float) -> None:
     """End the process, which stops by itself when the connection closes."""
     connection.close()
     with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=_END_TIMEOUT_S)
+        process.wait(timeout=timeout_s)
     process.kill()

@@ -66,10 +66,10 @@ class BetweenSteps:
         self._parts.journal.finish_step(self.deployment)
         if validates and not interrupt.asked:
             self._validate(number)
-        if saves or (interrupt.asked and self._parts.checkpoints.are_saved):
-            if not self._save(number):
-                reason = self._parts.bad_steps.reason
-                self._parts.journal.notice(f"step {number} is not saved because {reason}")
+        saves = saves or (interrupt.asked and self._parts.checkpoints.are_saved)
+        if saves and not self._save(number):
+            reason = self._parts.bad_steps.reason
+            self._parts.journal.notice(f"step {number} is not saved because {reason}")
 
     @staticmethod
     def _is_due(every: int | None, number: int, *, is_last: bool) -> bool:
@@ -113,10 +113,9 @@ class BetweenSteps:
         if self._parts.bad_steps.reason is not None:
             return False
         self.deployment.watchdog.begin(f"checkpoint of step {number}")
+        state = self._parts.pipeline.state_after(number)
         with driver_span("save_checkpoint", next_call_number()) as ended:
-            self._parts.checkpoints.save(
-                self.deployment.roles, self._parts.pipeline.state_after(number)
-            )
+            self._parts.checkpoints.save(self.deployment.roles, state)
         self._parts.journal.add_checkpoint(number, ended())
         return True
 
@@ -134,16 +133,15 @@ class BetweenSteps:
 
     def last_words(self, number: int) -> str:
         """What somebody who has stopped the run after this step should know."""
-        if self._parts.checkpoints.saved_step == number:
+        checkpoints = self._parts.checkpoints
+        if checkpoints.saved_step == number:
             is_auto = self._keys.resume_mode == "auto"
             key = "" if is_auto else " with trainer.resume_mode=auto"
             return f"step {number} was finished and saved; the same command{key} resumes from it"
-        reason = (
-            self._parts.bad_steps.reason
-            if self._parts.checkpoints.are_saved
-            else "trainer.save_freq=-1"
-        )
-        newest = self._parts.checkpoints.newest_in_words
+        reason: str | None = "trainer.save_freq=-1"
+        if checkpoints.are_saved:
+            reason = self._parts.bad_steps.reason
+        newest = checkpoints.newest_in_words
         return f"step {number} was finished and not saved because {reason}; {newest}"
 
     def words_about_dropped(self) -> str:

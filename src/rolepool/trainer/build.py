@@ -5,53 +5,35 @@ Owns which process gets which role. Which class plays which role is in the table
 `rolepool.weights.channels`.
 """
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from rolepool.cluster import Cluster, RoleProxy
+from rolepool.cluster import Cluster, RoleProxy, WorkerGroup
 from rolepool.config import Config
 from rolepool.config.functions import ENGINES_WITH_A_PROCESS, import_object, policy_losses
-from rolepool.config.model_keys import RewardModelModelConfig
 from rolepool.config.stop_tokens import read_stop_tokens, united
-from rolepool.data.prompts import PromptSet
-from rolepool.data.reward_functions import load_reward_function
 from rolepool.data.reward_signatures import UserFunction
-from rolepool.data.reward_texts import reward_texts
-from rolepool.data.rewards import RewardFunction, WeightedRewards
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError
 from rolepool.metrics.spans import RULE_POOL
-from rolepool.models.loading import read_model_config
 from rolepool.placement import ParallelDims, Plan, Role
 from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.roles import ROLE_SPECS
+from rolepool.protocol import Worker
 from rolepool.roles.setups import RunSetup
+from rolepool.trainer.inputs import uses_rule
 from rolepool.trainer.step import Roles
 from rolepool.weights.channels import channel_of
 
-CPUS_PER_HELPER, MAX_HELPERS = 8, 8
-"""Rule rewards use one process for so many CPUs of the driver's node, up to a limit."""
-Models = dict[str, PretrainedConfig]
-"""The config.json of each model of a run, by the key that names the model."""
-
-
-class Inputs(NamedTuple):
-    """What was checked before a process starts."""
-
-    models: Models
-    num_helpers: int
-    """The number of processes for rule rewards."""
-
-
 ENGINE_POLL_S = 10.0
 """While engines start, the console says so once in this time."""
+TOKENIZER_KEY = "actor_rollout_ref.model.tokenizer_path"
 
 
 def build_roles(
@@ -60,69 +42,105 @@ def build_roles(
     num_steps: int,
     dtype: torch.dtype = torch.float32,
     reward: UserFunction | None = None,
-    num_helpers: int = 1,
     tell: Callable[[str], None] = lambda line: None,
     *,
     reads_weights: bool = True,
 ) -> Roles:
     """Build every role that its pool does not have yet, all pools at the same time, and wait until
-    they are ready. A rule reward gets this number of helper processes. `tell` gets lines about what
-    the build waits for. With `reads_weights=False`, the weights of trained roles are undefined
+    they are ready. A rule reward gets a process if none was started for it. `tell` gets lines about
+    what the build waits for. With `reads_weights=False`, the weights of trained roles are undefined
     until a saved state is loaded into them.
 
     Raises ConfigError if a node does not have a model folder, because its processes would look for
     it on the hub.
     """
-    plan = cluster.plan
-    tokenizer_key = "actor_rollout_ref.model.tokenizer_path"
-    folders = [(f"{ROLE_SPECS[role].model}.path", pool) for role, pool in plan.roles.items()]
-    if config.at(tokenizer_key) is not None:
-        folders.append((tokenizer_key, plan.roles[Role.Rollout]))
-    for key, pool in dict.fromkeys(folders):
-        path = str(config.at(key))
-        if Path(path).expanduser().is_dir():
-            fix = "copy the model there, or to a folder that all nodes share"
-            cluster.groups[pool].check_exists(f"{key}={path}", path, fix)
+    _check_model_folders(cluster, config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    stop_token_ids = stop_tokens_of(config, tokenizer)
-    micro_batches = estimate_memory(config, plan, cluster.gpu_memory_bytes).micro_batches
-    policy_loss = policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     setup = RunSetup(
         num_training_steps=num_steps,
         dtype=dtype,
-        micro_batches=micro_batches,
-        stop_token_ids=stop_token_ids,
+        micro_batches=estimate_memory(config, cluster.plan, cluster.gpu_memory_bytes).micro_batches,
+        stop_token_ids=stop_tokens_of(config, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
-        policy_loss=policy_loss,
+        policy_loss=policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode),
         reward=reward,
         reads_weights=reads_weights,
     )
+    if uses_rule(cluster.plan) and RULE_POOL not in cluster.groups:
+        cluster.add_helpers(RULE_POOL, 1)
     proxies: dict[Role, RoleProxy] = {}
     for role in _build_order(config):
-        spec = ROLE_SPECS[role]
-        if role in plan.roles:
-            dims = plan.dims_of(config, role)
-            name, worker, group = str(role), spec.worker, cluster.groups[plan.roles[role]]
-        elif spec.rule_worker is not None:
-            name, worker = spec.operations[0].name, spec.rule_worker
-            group = cluster.groups.get(RULE_POOL) or cluster.add_helpers(RULE_POOL, num_helpers)
-            dims = ParallelDims.over(group.world_size)
-        else:
-            continue
-        worker_class = import_object(f"worker of role {role}", worker)
-        if not hasattr(worker_class, "setup_type"):
-            fix = "derive it from rolepool.roles.model_role.ModelRole, or name a class of roles.setups"
-            raise ConfigError(f"worker of role {role}: {worker} has no setup_type; {fix}")
-        proxies[role] = group.roles.get(name) or group.add_role(
-            name, worker_class, config, worker_class.setup_type.of(setup), dims=dims, blocking=False
-        )
-    for proxy in proxies.values():
-        proxy.ready.get()
+        home = _home_of(cluster, config, role)
+        if home is not None:
+            proxies[role] = _proxy_of(role, home, config, setup)
+    _await_start(proxies, tell)
     ready: dict[str, RoleProxy] = {
         role: proxies[role].with_blocking(False) for role in ROLE_SPECS if role in proxies
     }
-    await_engines(ready[Role.Rollout], tell)
-    return Roles(ready, channel_of(plan, ready[Role.Actor], ready[Role.Rollout]))
+    return Roles(ready, channel_of(cluster.plan, ready[Role.Actor], ready[Role.Rollout]))
+
+
+# The folders of models
+
+
+def _check_model_folders(cluster: Cluster, config: Config) -> None:
+    """Raise ConfigError if a node with new processes does not have a model folder that the config
+    names. Processes that have roles have found it."""
+    for key, pool in _folder_keys(cluster.plan, config):
+        group = cluster.groups[pool]
+        path = str(config.at(key))
+        if not group.roles and Path(path).expanduser().is_dir():
+            fix = "copy the model there, or to a folder that all nodes share"
+            group.check_exists(f"{key}={path}", path, fix)
+
+
+def _folder_keys(plan: Plan, config: Config) -> list[tuple[str, str]]:
+    """The keys that name the folders of models, and the pools that read them."""
+    keys = [(f"{ROLE_SPECS[role].model}.path", pool) for role, pool in plan.roles.items()]
+    if config.at(TOKENIZER_KEY) is not None:
+        keys.append((TOKENIZER_KEY, plan.roles[Role.Rollout]))
+    return list(dict.fromkeys(keys))
+
+
+# The roles
+
+
+class _Home(NamedTuple):
+    """Who plays a role, and where."""
+
+    name: str
+    """The name of the role in its processes."""
+    worker: str
+    """The class, as `module:Class`."""
+    group: WorkerGroup
+    dims: ParallelDims
+
+
+def _home_of(cluster: Cluster, config: Config, role: Role) -> _Home | None:
+    """None if the run does not use the role."""
+    plan = cluster.plan
+    spec = ROLE_SPECS[role]
+    if role in plan.roles:
+        group = cluster.groups[plan.roles[role]]
+        return _Home(str(role), spec.worker, group, plan.dims_of(config, role))
+    if spec.rule_worker is None:
+        return None
+    group = cluster.groups[RULE_POOL]
+    dims = ParallelDims.over(group.world_size)
+    return _Home(spec.operations[0].name, spec.rule_worker, group, dims)
+
+
+def _proxy_of(role: Role, home: _Home, config: Config, setup: RunSetup) -> RoleProxy:
+    """The role in its processes. It is constructed there now if they do not have it yet."""
+    name, worker, group, dims = home
+    if name in group.roles:
+        return group.roles[name]
+    worker_class: type[Worker] = import_object(f"worker of role {role}", worker)
+    if not hasattr(worker_class, "setup_type"):
+        fix = "derive it from rolepool.roles.model_role.ModelRole, or name a class of roles.setups"
+        raise ConfigError(f"worker of role {role}: {worker} has no setup_type; {fix}")
+    own_setup = worker_class.setup_type.of(setup)
+    return group.add_role(name, worker_class, config, own_setup, dims=dims, blocking=False)
 
 
 def _build_order(config: Config) -> list[Role]:
@@ -133,6 +151,18 @@ def _build_order(config: Config) -> list[Role]:
         order.remove(Role.Rollout)
         order.insert(0, Role.Rollout)
     return order
+
+
+def _await_start(proxies: Mapping[Role, RoleProxy], tell: Callable[[str], None]) -> None:
+    """Wait until all roles can be used. Those that nobody has to wait for any more are not
+    asked."""
+    new = {role: proxy for role, proxy in proxies.items() if not proxy.has_started}
+    for proxy in new.values():
+        proxy.ready.get()
+    if Role.Rollout in new:
+        await_engines(new[Role.Rollout], tell)
+    for proxy in new.values():
+        proxy.has_started = True
 
 
 def await_engines(rollout: RoleProxy, tell: Callable[[str], None]) -> None:
@@ -158,49 +188,3 @@ def stop_tokens_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
         with suppress(OSError):  # most models that are not for chats have no such file
             cached_file(path, "generation_config.json")
     return united([tokenizer.eos_token_id], read_stop_tokens(config).ids)
-
-
-def check_inputs(config: Config, plan: Plan, reward: UserFunction | None = None) -> Inputs:
-    """The models of a run, and how many processes a rule reward needs.
-
-    Raises ConfigError, before a process starts, if a model, function or class cannot be loaded.
-    """
-    policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    sections: dict[str, None] = dict.fromkeys(ROLE_SPECS[role].model for role in plan.roles)
-    models = {section: read_model_config(config, section) for section in sections}
-    for role in plan.roles:
-        import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
-    num_helpers = 1
-    if Role.RewardModel not in plan.roles:
-        num_helpers = num_helpers_for(load_reward_function(config, reward), config)
-    elif reward is not None:
-        raise ConfigError(
-            "reward: it is not used, because reward_model.enable=true; remove one of the two"
-        )
-    return Inputs(models, num_helpers)
-
-
-def num_helpers_for(function: RewardFunction | WeightedRewards, config: Config) -> int:
-    """How many helper processes a reward gets. A function for whole batches must get all rows of a
-    batch in one."""
-    if function.takes_batches:
-        return 1
-    num_helpers = min(max(1, (os.cpu_count() or 1) // CPUS_PER_HELPER), MAX_HELPERS)
-    num_calls = config.custom_reward_function.max_concurrency
-    if function.is_users and num_calls is not None:
-        return min(num_helpers, num_calls)
-    return num_helpers
-
-
-def check_prompts(config: Config, models: Models, prompts: Sequence[PromptSet]) -> None:
-    """Raise an error, before a process starts, if a model cannot read the prompts: if policy or
-    critic do not have one of their tokens, or if a reward model cannot read what the policy writes.
-    The chat template of a reward model is tried with the first prompt of each set."""
-    for section, model in models.items():
-        keys, vocab_size = config.at(section), model.get_text_config().vocab_size
-        if not isinstance(keys, RewardModelModelConfig):
-            for one in prompts:
-                one.check_vocabulary(f"{section}.path={keys.path}", vocab_size)
-        elif (texts := reward_texts(config, section, vocab_size)) is not None:
-            for one in prompts:
-                texts.check(one)

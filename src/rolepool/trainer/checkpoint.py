@@ -46,7 +46,9 @@ class Checkpoints:
 
     def __init__(self, config: Config, folder: RunFolder, roles: Iterable[str]) -> None:
         """`roles` are the roles of the run. Those that are trained are saved."""
-        self._config, self._keys, self._folder = config, config.trainer, folder
+        self._config = config
+        self._keys = config.trainer
+        self._folder = folder
         self._parts = [role for role in trained_roles() if role in roles]
         self.saved_step = 0
         """The last step that this run has saved."""
@@ -59,7 +61,9 @@ class Checkpoints:
     @property
     def newest_in_words(self) -> str:
         newest = model_files.newest_checkpoint(self._folder.path)
-        return "there is no checkpoint" if newest is None else f"the last checkpoint is {newest}"
+        if newest is None:
+            return "there is no checkpoint"
+        return f"the last checkpoint is {newest}"
 
     def find(self) -> SavedCheckpoint | None:
         """The checkpoint to resume from; None starts a new run."""
@@ -72,19 +76,24 @@ class Checkpoints:
             path = Path(self._keys.resume_from_path or "").expanduser()
         if path is None:
             return None
-        missing = " and no ".join(
-            part for part in ("trainer.json", *self._parts) if not (path / part).exists()
-        )
-        if missing:
-            where = f"trainer.resume_from_path={path}:"
-            fix = "give the folder of a checkpoint, such as runs/NAME/checkpoints/step_000010"
-            if is_auto:
-                where = f"trainer.resume_mode=auto: the newest checkpoint, {path},"
-                fix = "use the keys it was saved with, or set trainer.resume_mode=disable to start a new run"
-            raise ConfigError(f"{where} has no {missing}; {fix}")
+        self._check_is_whole(path, is_auto=is_auto)
         if not is_auto:
             _check(path)
         return SavedCheckpoint(_read_state(path), path)
+
+    def _check_is_whole(self, path: Path, *, is_auto: bool) -> None:
+        """Raise ConfigError if a checkpoint does not have everything that this run needs."""
+        parts = ["trainer.json", *self._parts]
+        missing = " and no ".join(part for part in parts if not (path / part).exists())
+        if not missing:
+            return
+        where = f"trainer.resume_from_path={path}:"
+        fix = "give the folder of a checkpoint, such as runs/NAME/checkpoints/step_000010"
+        if is_auto:
+            where = f"trainer.resume_mode=auto: the newest checkpoint, {path},"
+            new_run = "set trainer.resume_mode=disable to start a new run"
+            fix = f"use the keys it was saved with, or {new_run}"
+        raise ConfigError(f"{where} has no {missing}; {fix}")
 
     def newest(self, groups: Groups, at_most: int) -> SavedCheckpoint | None:
         """The newest checkpoint of the run folder."""
@@ -115,10 +124,15 @@ class Checkpoints:
         model_files.write_hashes(state_file, [state_file])
         model_files.publish(temporary, final)
         self.saved_step = state.step
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Remove the checkpoints that are no longer kept."""
         for part in self._parts:
             key = ROLE_SPECS[part].checkpoints_to_keep
-            if key is not None and (keep := self._config.at(key)) is not None:
-                model_files.remove_old(self._folder.path, part, keep)
+            num_kept = None if key is None else self._config.at(key)
+            if num_kept is not None:
+                model_files.remove_old(self._folder.path, part, num_kept)
 
 
 def _check(folder: Path) -> None:
@@ -129,13 +143,31 @@ def _check(folder: Path) -> None:
 
 def _read_state(folder: Path) -> TrainState:
     """The state of the run in a checkpoint."""
-    file, fix = folder / "trainer.json", "resume from another checkpoint"
+    file = folder / "trainer.json"
+    fix = "resume from another checkpoint"
     with explained(f"{file}: not a trainer state", fix, ValueError):
         state = TrainState.model_validate_json(read_small(file))
     match = model_files.STEP_FOLDER.fullmatch(folder.name)
     if match is not None and int(match[1]) != state.step:
         raise ConfigError(f"{file}: step={state.step} is not the step of its folder; {fix}")
     return state
+
+
+def _checkpoint_of(run: Path, step: int | None, role: str) -> Path:
+    """The checkpoint of a role after a step, or its newest one. Raises ConfigError if there is
+    none."""
+    if step is None:
+        saved = model_files.newest_checkpoint(run, [role])
+        where = ""
+    else:
+        saved = model_files.checkpoint_folder(run, step)
+        where = f" at step {step}"
+    if saved is not None and (saved / role).is_dir():
+        return saved
+    folders = (run / "checkpoints").glob("step_*")
+    steps = sorted(folder.name for folder in folders if (folder / role).is_dir())
+    fix = f"there are {', '.join(steps)}" if steps else "set trainer.save_freq when training"
+    raise ConfigError(f"{run}: no checkpoint of {role}{where}; {fix}")
 
 
 def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") -> Path:
@@ -146,18 +178,7 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
         raise ConfigError(
             f"--role {role}: not a role that is trained; use {' or '.join(trained_roles())}"
         )
-    saved = (
-        model_files.newest_checkpoint(run, [role])
-        if step is None
-        else model_files.checkpoint_folder(run, step)
-    )
-    if saved is None or not (saved / role).is_dir():
-        steps = sorted(
-            path.name for path in (run / "checkpoints").glob("step_*") if (path / role).is_dir()
-        )
-        where = "" if step is None else f" at step {step}"
-        fix = f"there are {', '.join(steps)}" if steps else "set trainer.save_freq when training"
-        raise ConfigError(f"{run}: no checkpoint of {role}{where}; {fix}")
+    saved = _checkpoint_of(run, step, role)
     key = f"{ROLE_SPECS[Role(role)].model}.path"
     model = str(config.at(key))
     with explained(f"{key}={model}: not found", "run the export on a machine that has it"):

@@ -7,11 +7,12 @@ that both plans have. Does not know steps, nor why a plan changes (`rolepool.tra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from rolepool.cluster import Cluster, Prepared, WorkerGroup
 from rolepool.cluster.monitors import Monitors
@@ -19,15 +20,47 @@ from rolepool.config import Config, LoadedConfig
 from rolepool.metrics.sharding_times import ShardingTimes
 from rolepool.models.sharding_times import measure_sharding
 from rolepool.placement import build_plan
-from rolepool.placement.roles import trained_roles
+from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role, trained_roles
 from rolepool.trainer.moves import check_move
 from rolepool.trainer.snapshots import Snapshots
-from rolepool.trainer.step import Roles
+from rolepool.trainer.step import Roles, TrainedCalls
 from rolepool.trainer.stores import Groups, Saved
 
 Build = Callable[[Cluster, Config, bool], Roles]
 """Builds every role that its pool does not have yet, and waits until they are ready. The flag says
 whether models that are trained read their weights from their files."""
+
+
+class Held(NamedTuple):
+    """A state that the models of a trained role have, until a call changes them."""
+
+    step: int
+    """It is the state after this step."""
+    group: WorkerGroup
+    num_changes: int
+    """How many calls had changed the models in these processes by then."""
+
+    @classmethod
+    def now(cls, step: int, name: str, role: TrainedCalls) -> Held:
+        """The state after this step, if all calls that were made so far lead to it."""
+        keeping = methods_that_keep_models(name)
+        num_changes = 0
+        for (of_role, method), num_calls in role.group.num_calls.items():
+            if of_role == name and method not in keeping:
+                num_changes += num_calls
+        return cls(step, role.group, num_changes)
+
+
+def methods_that_keep_models(name: str) -> set[str]:
+    """The methods of a trained role that leave its models as they are. Any other method counts as
+    one that changes them, also one that only a user's class has."""
+    keeping = {"save_checkpoint", "take_snapshot"}
+    for operation in OPERATIONS.values():
+        keeping |= {operation.method, *operation.other_methods}
+    for operation in ROLE_SPECS[Role(name)].operations:
+        if operation.trains:
+            keeping -= {operation.method, *operation.other_methods}
+    return keeping
 
 
 class Deployment(AbstractContextManager["Deployment"]):
@@ -40,8 +73,10 @@ class Deployment(AbstractContextManager["Deployment"]):
         build: Build,
         run_folder: Path,
         tell: Callable[[str], None],
+        helpers: Mapping[str, int],
     ) -> None:
-        """Start all processes."""
+        """Start all processes, also those of `helpers`, which are pools beside those of the
+        plan."""
         self.loaded = loaded
         self.plan = build_plan(loaded.config)
         self._build = build
@@ -55,6 +90,7 @@ class Deployment(AbstractContextManager["Deployment"]):
                     timeout_s=loaded.config.placement.timeout_s,
                     run_seed=keys.seed,
                     deterministic=keys.deterministic,
+                    helpers=helpers,
                 )
             )
             self.watchdog = self.cluster.start_watchdog(keys, run_folder, tell)
@@ -67,8 +103,8 @@ class Deployment(AbstractContextManager["Deployment"]):
         """None until roles are built, because a measurement of sharding must not be disturbed."""
         self.sharding = ShardingTimes(times=[])
         """What sharding costs on these processes, if it was measured."""
-        self._held: dict[str, tuple[WorkerGroup, int]] = {}
-        """For each trained role whose models have a known state: its processes and the step."""
+        self._held: dict[str, Held] = {}
+        """The last known state of each trained role."""
 
     @property
     def config(self) -> Config:
@@ -106,26 +142,20 @@ class Deployment(AbstractContextManager["Deployment"]):
         self._monitors.watch()
         loads = []
         for name, role in self._roles.trained.items():
-            if self._held.get(name) == (role.group, step):
-                continue
-            self._held.pop(name, None)
-            loads.append((name, role, saved.load(name, role)))
+            if self._held.get(name) != Held.now(step, name, role):
+                loads.append((name, role, saved.load(name, role)))
         for name, role, calls in loads:
             for call in calls:
                 call.get()
-            self._held[name] = (role.group, step)
+            self._held[name] = Held.now(step, name, role)
         for call in self._roles.sync_weights(step):
             call.get()
 
     def hold(self, step: int) -> None:
-        """All trained roles have the state after this step: its calls have ended, and no others
-        were made."""
+        """All calls of this step were made. When they have ended, the trained roles have the state
+        after it, until the next call changes their models."""
         for name, role in self.roles.trained.items():
-            self._held[name] = (role.group, step)
-
-    def begin_changing(self) -> None:
-        """From now on updates may change the models."""
-        self._held.clear()
+            self._held[name] = Held.now(step, name, role)
 
     # The processes
 

@@ -112,9 +112,9 @@ class Trainer:
         deployment = self.deployment
         pipeline = self.parts.pipeline
         deployment.watchdog.begin(f"step {number}")
-        deployment.begin_changing()
         pipeline.generate(deployment.config, deployment.roles, number)
         step = pipeline.learn(deployment.config, deployment.roles)
+        deployment.hold(number)
         self._take_snapshot(number)
         self.journal.add_step(step, deployment, self.num_steps)
         return step

@@ -60,9 +60,11 @@ def check_words(words: Sequence[str]) -> None:
     """Raise ConfigError if a move cannot change these settings."""
     others = [word for word in words if not word.startswith(MOVABLE)]
     if others or not words:
-        can = f"a move changes placement.*, trainer.nnodes, trainer.n_gpus_per_node and {TENSOR_PARALLEL}"
-        fix = "give key=value words with these keys; for other keys, stop the run and resume it with them"
-        raise ConfigError(f"{others[0] if others else 'move'}: {can}; {fix}")
+        what = others[0] if others else "move"
+        sizes = "trainer.nnodes, trainer.n_gpus_per_node"
+        can = f"a move changes placement.*, {sizes} and {TENSOR_PARALLEL}"
+        other_keys = "for other keys, stop the run and resume it with them"
+        raise ConfigError(f"{what}: {can}; give key=value words with these keys; {other_keys}")
 
 
 def is_known(loaded: LoadedConfig, words: Sequence[str]) -> bool:
@@ -80,9 +82,8 @@ def check_move(
     `before` is the present plan of a run that moves."""
     problems = find_problems(config, plan)
     if before is not None and (plan.mps or before.mps):
-        problems.append(
-            "placement.mps=true: a run with MPS cannot move; stop it, and resume it with the new placement"
-        )
+        fix = "stop it, and resume it with the new placement"
+        problems.append(f"placement.mps=true: a run with MPS cannot move; {fix}")
     for name, memory in estimate_memory(config, plan, gpu_memory_bytes).pools.items():
         if memory.excess:
             too_much = f"{name} needs about {show_bytes(memory.excess)} more than a GPU has"
@@ -117,10 +118,10 @@ def answer_request(run_folder: Path, answer: str, *, is_refused: bool = False) -
 
 def _change_request(run_folder: Path, fields: dict[str, Any]) -> None:
     with suppress(OSError):  # the run itself reports a full disk
-        if (request := take_request(run_folder)) is not None:
-            write_atomically(
-                request_file(run_folder), [request.model_copy(update=fields).model_dump_json()]
-            )
+        request = take_request(run_folder)
+        if request is not None:
+            changed = request.model_copy(update=fields)
+            write_atomically(request_file(run_folder), [changed.model_dump_json()])
 
 
 def ask_run(
@@ -137,30 +138,42 @@ def ask_run(
     file = request_file(run_folder)
     state = state_of(open_run(run_folder), is_silent=False)
     if state != "running":
-        raise ConfigError(
-            f"run {run_folder}: does not train now (its state is: {state}); set the keys when you resume it"
-        )
+        now = f"does not train now (its state is: {state})"
+        raise ConfigError(f"run {run_folder}: {now}; set the keys when you resume it")
     if take_request(run_folder) is not None:
         raise ConfigError(
             f"{file}: the run was asked already and has not answered; wait, or remove this file"
         )
     write_atomically(file, [MoveRequest(words=list(words)).model_dump_json()])
     try:
-        start_s = time.monotonic()
-        last_state, next_line_s = "", 0.0
-        while (waited_s := time.monotonic() - start_s) < timeout_s:
-            with explained(f"{file}: cannot be read", "ask again", ValueError):
-                request = MoveRequest.model_validate_json(read_small(file))
-            if request.is_refused:
-                raise ConfigError(f"move: {request.answer}")
-            if request.answer is not None:
-                return request.answer
-            if request.state != last_state or waited_s > next_line_s:
-                on_progress(f"{waited_s:3.0f} s: {request.state}")
-                last_state, next_line_s = request.state, waited_s + PROGRESS_S
-            time.sleep(POLL_S)
+        answer = _await_answer(file, timeout_s, on_progress)
     finally:
         file.unlink(missing_ok=True)
-    raise ConfigError(
-        f"run {run_folder}: has not moved within --timeout {timeout_s:g} s, and is not asked any more"
-    )
+    if answer is None:
+        limit = f"--timeout {timeout_s:g} s"
+        raise ConfigError(
+            f"run {run_folder}: has not moved within {limit}, and is not asked any more"
+        )
+    return answer
+
+
+def _await_answer(file: Path, timeout_s: float, on_progress: Callable[[str], object]) -> str | None:
+    """What the run answers; None if it does not in this time. Raises ConfigError if it refuses."""
+    start_s = time.monotonic()
+    last_state = ""
+    next_line_s = 0.0
+    while True:
+        waited_s = time.monotonic() - start_s
+        if waited_s >= timeout_s:
+            return None
+        with explained(f"{file}: cannot be read", "ask again", ValueError):
+            request = MoveRequest.model_validate_json(read_small(file))
+        if request.is_refused:
+            raise ConfigError(f"move: {request.answer}")
+        if request.answer is not None:
+            return request.answer
+        if request.state != last_state or waited_s > next_line_s:
+            on_progress(f"{waited_s:3.0f} s: {request.state}")
+            last_state = request.state
+            next_line_s = waited_s + PROGRESS_S
+        time.sleep(POLL_S)

@@ -17,8 +17,9 @@ from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, RepeatedPrompts
 from rolepool.trainer.bad_steps import BadSteps
-from rolepool.trainer.build import build_roles, check_inputs, check_prompts
+from rolepool.trainer.build import build_roles
 from rolepool.trainer.checkpoint import Checkpoints
+from rolepool.trainer.inputs import check_inputs, check_prompts
 from rolepool.trainer.interrupt import Interrupt
 from rolepool.trainer.journal import Journal
 from rolepool.trainer.paper import step_of
@@ -43,8 +44,8 @@ class RunParts:
         self.plan = build_plan(config)
         PlacementError.raise_if_any(find_problems(config, self.plan))
         checked = check_inputs(config, self.plan, reward)
-        self.num_helpers = checked.num_helpers
-        """The number of processes for rule rewards."""
+        self.helpers = checked.helpers
+        """The pools beside those of the plan, and the number of their processes."""
 
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         prompts = PromptSet("train", config, self.tokenizer, reward)
@@ -82,7 +83,6 @@ class RunParts:
             self.num_steps,
             self._dtype,
             self._reward,
-            self.num_helpers,
             tell=self.journal.notice,
             reads_weights=reads_weights,
         )

@@ -20,12 +20,14 @@ from rolepool.placement.hardware import detect_gpu_memory
 from rolepool.planner.layouts import places
 from rolepool.planner.predict import Prediction, Predictor
 from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
-from rolepool.planner.search import search
+from rolepool.planner.search import search as best_placements
 from rolepool.report.recordings import identity_of, read_recordings, recordings_of
 from rolepool.report.run import open_run, read_run
 from rolepool.trainer.moves import moved
 from rolepool.trainer.paper import schedule_of
 
+Search = Callable[[Predictor, Config, Sequence[int]], list[Prediction]]
+"""Finds the best placements on these nodes, the best one first."""
 NUM_CALIBRATION_STEPS = NUM_WARM_STEPS + 2
 NUM_STEPS_BETWEEN = 20
 """Steps between two checks of `placement.rebalance`."""
@@ -36,7 +38,9 @@ LAST_BYTES = 8_000_000
 """How much of its spans a run reads to predict other placements."""
 
 
-def resolve(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
+def resolve(
+    loaded: LoadedConfig, search: Search = best_placements
+) -> tuple[LoadedConfig, list[str]]:
     """The config that a run starts with, and a notice if its placement is chosen by prediction."""
     config = loaded.config
     if not config.placement.chooses:
@@ -44,41 +48,37 @@ def resolve(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     folder = config.placement.profile or newest_profile(config)
     if folder is None:
         steps = f"steps 1 to {NUM_CALIBRATION_STEPS} run in one pool and are the calibration"
-        return loaded, [
-            f"placement.strategy=auto: there is no profile; {steps}, then the run moves if that is faster"
-        ]
-    best = _search(read_recordings([folder], None), config, build_plan(config).gpus_per_node)[0]
+        then = "then the run moves if that is faster"
+        return loaded, [f"placement.strategy=auto: there is no profile; {steps}, {then}"]
+    predictor = _predictor(read_recordings([folder], None))
+    best, *_ = search(predictor, config, build_plan(config).gpus_per_node)
     _, chosen = moved(config, best.name.split())
-    return replace(loaded, config=chosen.config), [
-        f"placement.strategy=auto: {in_words(best)} (from {folder})"
-    ]
+    notice = f"placement.strategy=auto: {in_words(best)} (from {folder})"
+    return replace(loaded, config=chosen.config), [notice]
 
 
 def newest_profile(config: Config) -> Path | None:
     """The newest run folder beside that of the config with the same models and device, if there is
     one."""
     files = Path(config.trainer.default_local_dir).parent.glob("*/spans.jsonl")
-    for file in sorted(files, key=lambda file: -file.stat().st_mtime):
-        with suppress(
-            RolepoolError, ValueError
-        ):  # another program's folder, or one without a completed step
-            if identity_of(Config.model_validate(open_run(file.parent).config)) == identity_of(
-                config
-            ):
+    newest_first = sorted(files, key=lambda file: -file.stat().st_mtime)
+    for file in newest_first:
+        # Another program's folder, or one without a completed step.
+        with suppress(RolepoolError, ValueError):
+            config_there = Config.model_validate(open_run(file.parent).config)
+            if identity_of(config_there) == identity_of(config):
                 Profile(recordings_of(read_run(file.parent, LAST_BYTES)))
                 return file.parent
     return None
 
 
 def in_words(best: Prediction) -> str:
-    return f"chose {best.name}, predicted to take {best.step_s:.3g} s per step ({best.low_s:.3g} to {best.high_s:.3g})"
+    interval = f"{best.low_s:.3g} to {best.high_s:.3g}"
+    return f"chose {best.name}, predicted to take {best.step_s:.3g} s per step ({interval})"
 
 
-def _search(
-    recordings: Sequence[Recording], config: Config, inventory: Sequence[int]
-) -> list[Prediction]:
-    predictor = Predictor(Profile(recordings), schedule_of, detect_gpu_memory(), num_cores())
-    return search(predictor, config, inventory)
+def _predictor(recordings: Sequence[Recording]) -> Predictor:
+    return Predictor(Profile(recordings), schedule_of, detect_gpu_memory(), num_cores())
 
 
 def is_worth_measuring(config: Config, num_steps: int) -> bool:
@@ -130,27 +130,28 @@ class Rebalancer:
         self._num_tries = MAX_TRIES if self._keys.chooses else 0
         """How many placements a calibration may still try."""
         self._thread = ThreadPoolExecutor(1)
-        self._search: Future[Proposal | None] | None = None
+        self._looking: Future[Proposal | None] | None = None
         self._expected: Proposal | None = None
         """What the run was asked to move to, until the prediction has been compared with a
         measurement."""
         self._last = first_step
         """The step of the last search or move."""
-        self._move_s = FIRST_MOVE_S
+        self.search: Search = best_placements
+        self.move_s = FIRST_MOVE_S
         """How long a move takes."""
 
     def after_step(self, number: int) -> Proposal | None:
         """Begin a search if one is due. Returns the placement that a search has found, once."""
-        if self._search is None:
+        if self._looking is None:
             num_steps = NUM_CALIBRATION_STEPS if self._num_tries else NUM_STEPS_BETWEEN
             is_due = number >= self._last + num_steps
             if is_due and (self._may_move or self._expected is not None):
-                self._search = self._thread.submit(self._look, number)
+                self._looking = self._thread.submit(self._look, number)
             return None
-        if not self._search.done():
+        if not self._looking.done():
             return None
-        ended = self._search
-        self._search = None
+        ended = self._looking
+        self._looking = None
         self._last = number
         try:
             return ended.result()
@@ -170,7 +171,7 @@ class Rebalancer:
     def has_moved(self, number: int, seconds: float) -> None:
         """The run has moved before this step, and stood still for so long."""
         self._last = number
-        self._move_s = seconds
+        self.move_s = seconds
 
     @property
     def _may_move(self) -> bool:
@@ -180,7 +181,8 @@ class Rebalancer:
         """The placement to move to; None if the run stays where it is."""
         recordings = recordings_of(read_run(self._folder, LAST_BYTES))
         plan = self._placed.plan
-        predictions = _search(recordings, self._placed.config, plan.gpus_per_node)
+        predictor = _predictor(recordings)
+        predictions = self.search(predictor, self._placed.config, plan.gpus_per_node)
         now_s = recordings[-1].step_s
         if self._expected is not None:
             last, before_s = self._expected
@@ -191,12 +193,15 @@ class Rebalancer:
             )
         # A calibration also tries placements that may be faster: after each one, less is unsure.
         is_trying = self._num_tries > 1
-        hoped_s = [one.low_s if is_trying else one.step_s for one in predictions]
-        best_s = min(hoped_s)
-        best = predictions[hoped_s.index(best_s)]
+
+        def hoped_s(prediction: Prediction) -> float:
+            return prediction.low_s if is_trying else prediction.step_s
+
+        best = min(predictions, key=hoped_s)
+        best_s = hoped_s(best)
         gain_s = now_s - best_s
         least_s = 0.0 if self._num_tries else self._keys.rebalance_gain * now_s
-        is_worth_it = gain_s > least_s and gain_s * (self._num_steps - number) > self._move_s
+        is_worth_it = gain_s > least_s and gain_s * (self._num_steps - number) > self.move_s
         is_other = places(best.plan) != places(self._placed.plan)
         if self._may_move and is_other and is_worth_it:
             self._num_tries = max(0, self._num_tries - 1)

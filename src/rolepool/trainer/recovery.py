@@ -102,7 +102,6 @@ class Recovery:
     def move(self, deployment: Deployment, move: Move, step: int) -> None:
         """Change to the plan of a move after this step, whose state is saved. Roles in the pools
         that are kept have this state already."""
-        deployment.hold(step)
         deployment.switch(move.starting.result(), move.loaded)
         self._journal.add_plan(step + 1, deployment)
         state = self._newest(deployment, step)
@@ -117,7 +116,13 @@ class Recovery:
         plural = "es" if num_processes > 1 else ""
         self._journal.observer.on_phase(f"starting {num_processes} process{plural}")
         folder = self._parts.folder.path
-        return Deployment(self._parts.loaded, self._build, folder, self._journal.notice)
+        return Deployment(
+            self._parts.loaded,
+            self._build,
+            folder,
+            self._journal.notice,
+            helpers=self._parts.helpers,
+        )
 
     # The way back
 

@@ -93,14 +93,16 @@ class Snapshots:
         if where.keys() != nodes.keys():
             return  # the next one is taken
         self._warn_of_lost(where)
-        folders = {node: folder for node, (folder, _) in where.items()}
+        folders = _folders_of(where)
         # The files of earlier snapshots are written again, and take no more room.
         if folders != self._folders and not self._check_room(where):
             return
         self._folders = folders
         # A step may be repeated. Its snapshot replaces the one of the first time.
         earlier = [taken for taken in self._taken if taken.state.step < state.step]
-        place = next(place for place in PLACES if not earlier or place != earlier[-1].place)
+        place = PLACES[0]
+        if earlier and earlier[-1].place == place:
+            place = PLACES[1]
         if place in self._of_other_ranks:
             self._of_other_ranks.remove(place)
             self.keepers.remove(place, nodes)
@@ -113,12 +115,12 @@ class Snapshots:
         """Queue the role's part of a snapshot, and its copy on another node."""
         folder = Path(taken.place, name)
         nodes = [process.node_id for process in role.group.processes]
-        written = role.take_snapshot(
-            [str(self._folders[node] / folder) for node in nodes], [taken.number] * len(nodes)
-        )
-        files: list[Files] = [
-            snapshot_files(folder, rank, len(nodes)) for rank in range(len(nodes))
-        ]
+        num_ranks = len(nodes)
+        folders = [str(self._folders[node] / folder) for node in nodes]
+        written = role.take_snapshot(folders, [taken.number] * num_ranks)
+        files: list[Files] = []
+        for rank in range(num_ranks):
+            files.append(snapshot_files(folder, rank, num_ranks))
         self.keepers.copy(taken.number, list(zip(files, nodes, strict=True)), written)
         taken.written.append(written)
         taken.files[name] = files
@@ -134,7 +136,8 @@ class Snapshots:
     def _check_room(self, where: Where) -> bool:
         """Whether all nodes have room for the snapshots. If not, there is one warning."""
         free, address = min((free, self._cluster.nodes[node]) for node, (_, free) in where.items())
-        had_room, self._has_room = self._has_room, free >= self._needed
+        had_room = self._has_room
+        self._has_room = free >= self._needed
         if had_room and not self._has_room:
             needed = f"they need {show_bytes(self._needed)} of {SHARED_MEMORY} on each node"
             has = f"node {address} has {show_bytes(free)} free"
@@ -149,8 +152,11 @@ class Snapshots:
         if taken is None:
             self._take(roles, state)
             taken = self._of_step(state.step)
-        if taken is None or not all(ok for written in taken.written for ok in written.get()):
+        if taken is None:
             return False
+        for written in taken.written:
+            if not all(written.get()):
+                return False
         while time.monotonic() < deadline:  # a GPU may still write to the files
             newest = self.newest(groups, state.step)
             if newest is not None and newest.state.step == state.step:
@@ -174,8 +180,8 @@ class Snapshots:
                 continue
             self.keepers.where(self._cluster.nodes)  # finds out which have died
             if self._is_everywhere(taken, groups):
-                where = self.keepers.where(self._cluster.nodes)
-                folders = {node: folder / taken.place for node, (folder, _) in where.items()}
+                folders = _folders_of(self.keepers.where(self._cluster.nodes))
+                folders = {node: folder / taken.place for node, folder in folders.items()}
                 return SavedSnapshot(taken.state, folders)
         return None
 
@@ -186,3 +192,8 @@ class Snapshots:
             if not self.keepers.gather(taken.number, taken.files[name], nodes):
                 return False
         return True
+
+
+def _folders_of(where: Where) -> dict[str, Path]:
+    """The folder of each node's keeper, by node id."""
+    return {node: folder for node, (folder, _) in where.items()}
