@@ -50,7 +50,7 @@ from rolepool.placement.estimate import (
     peak_by_role,
 )
 from rolepool.placement.hardware import detect_gpu_memory
-from rolepool.report.run import Run, read_run
+from rolepool.report.run import ReadRun, read_run
 
 ROOT = Path(__file__).parent.parent.parent
 ALLOWED = 0.15
@@ -248,17 +248,10 @@ def train_in_own_ray(file: Path) -> int:
     """Train in a Ray that counts as many GPUs as the case needs. It starts in this process, and
     ends with it. With "only_checks" in the file, stop before the first process starts."""
     from rolepool import cli
-    from rolepool.cluster import connection
+    from rolepool.cluster.connection import local_ray
 
     told = json.loads(file.read_text(encoding="utf-8"))
-    connection.make_token_private()
-    with connection.private_folder() as folder:
-        connection._start_local_ray(
-            num_cpus=told["num_cpus"],
-            num_gpus=told["num_gpus"],
-            object_store_memory=2 * GIB,
-            _temp_dir=str(folder),
-        )
+    with local_ray(told["num_cpus"], told["num_gpus"], object_store_bytes=2 * GIB):
         if told["only_checks"]:
             check_in_ray(told["words"])
             return 0
@@ -305,7 +298,7 @@ def tensors_of(pool: PoolMemory) -> int:
     return pool.peak - PROCESS_OVERHEAD_BYTES
 
 
-def peaks(run: Run) -> dict[str, float]:
+def peaks(run: ReadRun) -> dict[str, float]:
     """The most that torch had allocated in each operation, in GiB."""
     found: dict[str, float] = {}
     for _, operation, span in run.spans:
@@ -313,7 +306,7 @@ def peaks(run: Run) -> dict[str, float]:
     return found
 
 
-def most_in_use(run: Run) -> float:
+def most_in_use(run: ReadRun) -> float:
     """The most that the GPU had in use, by all processes, in GiB."""
     used = (gpu["memory_bytes"] for sample in run.monitor for gpu in sample["gpus"])
     return round(max(used, default=0) / GIB, 2)
@@ -336,7 +329,7 @@ class Rank:
     operations: dict[str, float]
 
 
-def ranks_of(run: Run, estimate: MemoryEstimate) -> list[Rank]:
+def ranks_of(run: ReadRun, estimate: MemoryEstimate) -> list[Rank]:
     measured: dict[tuple[str, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     by_role: dict[tuple[str, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     reserved: dict[tuple[str, int], int] = defaultdict(int)

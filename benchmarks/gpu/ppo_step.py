@@ -48,7 +48,7 @@ from pathlib import Path
 import pynvml
 
 from rolepool.metrics.spans import DRIVER, RULE_POOL, step_bounds
-from rolepool.report.run import Run, read_run
+from rolepool.report.run import ReadRun, read_run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -310,7 +310,7 @@ def read_rolepool(folder: Path, gpu_gib: float | None) -> Measured:
     return Measured(medians(seconds), sum(peaks.values()), gpu_gib, read_shares(run, rows))
 
 
-def read_shares(run: Run, rows: Sequence[dict[str, float]]) -> Shares:
+def read_shares(run: ReadRun, rows: Sequence[dict[str, float]]) -> Shares:
     controller, fetch = [], []
     for step, (start_s, end_s) in step_bounds(run.spans).items():
         if step <= WARM_STEPS:

@@ -26,7 +26,7 @@ from rolepool.placement.render import PlanSummary as PlanSummary
 from rolepool.planning import Hardware, checked_for_plan, summarise, summary_of
 
 if TYPE_CHECKING:
-    from rolepool.report.run import Run as ReadRun
+    from rolepool.report.run import ReadRun
     from rolepool.trainer.console import OnStep, OnValidation
 
 Source = str | Path | Mapping[str, Any] | LoadedConfig

@@ -32,7 +32,7 @@ import torch
 
 from rolepool.cluster.titles import PREFIX
 from rolepool.data.demo import make_demo
-from rolepool.report.run import Run, read_run
+from rolepool.report.run import ReadRun, read_run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -152,7 +152,7 @@ class Outcome:
     """What only some trainings have, such as the seconds without a step after a kill."""
 
     @cached_property
-    def run(self) -> Run:
+    def run(self) -> ReadRun:
         return read_run(self.folder / "run")
 
     @property

@@ -12,7 +12,7 @@ from rolepool.metrics.spans import DRIVER, Part, Recorded, Span
 from rolepool.placement import build_plan
 from rolepool.placement.plan import PlannedSteps
 from rolepool.report.operations import in_step_order
-from rolepool.report.run import Run
+from rolepool.report.run import ReadRun
 
 ACTOR, CRITIC = "actor_rollout_ref_pool", "critic_pool"
 
@@ -39,7 +39,7 @@ def make_run(
     first_extra_s: float = 0.0,
     monitor: list[dict[str, Any]] | None = None,
     calls_made: list[Call] = CALLS,
-) -> Run:
+) -> ReadRun:
     """A split run. `seconds` replaces durations by operation, `late` adds to those of one rank of
     an operation."""
     words = ["trainer.n_gpus_per_node=4", "placement.strategy=split", "data.train_batch_size=12"]
@@ -79,10 +79,12 @@ def make_run(
         }
         rows[step] = {"critic/score/mean": step / num_steps, "timing_s/step": 10.0, **timings}
     config = loaded.config.model_dump(mode="json")
-    return Run(folder, folder.name, config, [PlannedSteps(1, plan)], spans, rows, monitor or [], {})
+    return ReadRun(
+        folder, folder.name, config, [PlannedSteps(1, plan)], spans, rows, monitor or [], {}
+    )
 
 
-def make_long_run(num_steps: int = 10_000) -> Run:
+def make_long_run(num_steps: int = 10_000) -> ReadRun:
     """16 ranks and ten calls each a step, with the metrics and monitor rows of a long run."""
     more = [
         ("reward", CRITIC, 0.5, ("gen",)),
@@ -124,4 +126,4 @@ def make_long_run(num_steps: int = 10_000) -> Run:
         {"time_s": 1000.0 + second, "node": "n", "gpus": gpus, "processes": []}
         for second in range(10 * num_steps)
     ]
-    return Run(short.folder, "long", short.config, short.plans, spans, rows, monitor, {})
+    return ReadRun(short.folder, "long", short.config, short.plans, spans, rows, monitor, {})

@@ -17,12 +17,12 @@ from rolepool.placement.roles import ROLE_SPECS
 from rolepool.planner.predict import Prediction
 from rolepool.report.findings import Finding, find
 from rolepool.report.outside_load import outside_load
-from rolepool.report.run import Run
+from rolepool.report.run import ReadRun
 from rolepool.report.summary import by_step, summarise
 from rolepool.units import duration
 
 
-def findings_of(run: Run, predicted: Sequence[Prediction] = ()) -> list[Finding]:
+def findings_of(run: ReadRun, predicted: Sequence[Prediction] = ()) -> list[Finding]:
     return find(run, summarise(by_step(run.spans), step_bounds(run.spans)), predicted)
 
 
@@ -32,7 +32,7 @@ def sample(used_gib: float, total_gib: float, pool: str) -> dict[str, Any]:
     return {"time_s": 0.0, "node": "n", "gpus": [gpu], "processes": []}
 
 
-def predictions(run: Run, *times: tuple[float, float, float]) -> list[Prediction]:
+def predictions(run: ReadRun, *times: tuple[float, float, float]) -> list[Prediction]:
     """Predictions for the run's own placement and for one pool: step time, and the interval."""
     assert run.plan is not None
     plans = run.plan, build_plan(load_config([], ["trainer.n_gpus_per_node=4"]).config)
@@ -215,7 +215,7 @@ def test_the_largest_gain_comes_first() -> None:
 # Other programs on the machine
 
 
-def disturbed_run(slow: float, percent: float, tokens: float = 1.0, busy: float = 1.0) -> Run:
+def disturbed_run(slow: float, percent: float, tokens: float = 1.0, busy: float = 1.0) -> ReadRun:
     """30 steps. The last 10 take `slow` times as long, and processes use `percent` of a core while
     they are busy instead of 90%; the work grows `tokens` times, and processes are busy `busy` times
     as long."""

@@ -257,7 +257,7 @@ def tree_of(folder: Path, files: dict[str, str]) -> Path:
         ("planner/a.py", "import ray", "planner/a.py:1: planner imports ray"),
         (
             "planner/a.py",
-            "from rolepool.report.run import Run",
+            "from rolepool.report.run import ReadRun",
             "planner/a.py:1: planner imports report",
         ),
         (
@@ -293,7 +293,7 @@ def tree_of(folder: Path, files: dict[str, str]) -> Path:
         ("report/a.py", "import ray", "report/a.py:1: report imports ray"),
         (
             "metrics/a.py",
-            "from rolepool.report.run import Run",
+            "from rolepool.report.run import ReadRun",
             "metrics/a.py:1: metrics imports report",
         ),
         ("data/a.py", "from rolepool.models import load", "data/a.py:1: data imports models"),

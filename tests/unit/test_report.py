@@ -20,7 +20,7 @@ from rolepool.metrics.spans import Part, Recorded
 from rolepool.report.curves import MAX_POINTS, MAX_SMALL_POINTS
 from rolepool.report.page import page_data, render
 from rolepool.report.page_timeline import MAX_LANES, MAX_SPANS
-from rolepool.report.run import Run
+from rolepool.report.run import ReadRun
 
 HOSTILE = "</script><script>window.broken=1</script><!--<img src=x onerror=alert(1)>\u2028'\"&${x}`"
 
@@ -32,7 +32,7 @@ def data_in(page: str) -> dict[str, Any]:
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def make_hostile(run: Run) -> Run:
+def make_hostile(run: ReadRun) -> ReadRun:
     """Text that would end a script wherever a user or a worker can write text."""
     spans = []
     for step, operation, span in run.spans:
@@ -216,7 +216,7 @@ def test_utilization_and_memory_of_a_pool_come_from_the_monitor() -> None:
     assert memory["series"][0]["max"] == [2.0]
 
 
-def check_bounds(run: Run, page: str) -> dict[str, Any]:
+def check_bounds(run: ReadRun, page: str) -> dict[str, Any]:
     data = data_in(page)
     windows = data["windows"]
     assert (

@@ -29,7 +29,7 @@ from rolepool.report.compare import compare, headline, read_runs
 from rolepool.report.console_logs import read_logs
 from rolepool.report.metrics_by_step import finite_values
 from rolepool.report.page import page_data, render
-from rolepool.report.run import Run, parts_of, read_run
+from rolepool.report.run import ReadRun, parts_of, read_run
 from rolepool.report.watch import WatchedRun
 from rolepool.terminal import Terminal
 from rolepool.trainer.paper import schedule_of
@@ -180,7 +180,7 @@ def test_a_move_that_a_resumed_run_has_undone_goes_aside_and_a_restart_stays(
 def test_a_run_without_moves_is_its_only_part(tmp_path: Path) -> None:
     run = make_run()
     assert parts_of(run)[0] is run and len(parts_of(run)) == 1
-    never_planned = Run(tmp_path, "run", {}, [], [], {}, [], {})
+    never_planned = ReadRun(tmp_path, "run", {}, [], [], {}, [], {})
     assert parts_of(never_planned) == [never_planned]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rolepool.metrics.spans import DRIVER, Part, Recorded, Span
-from rolepool.report.run import Run
+from rolepool.report.run import ReadRun
 from rolepool.report.trace import trace_pieces
 
 AT_S = 1.7e9
@@ -58,7 +58,7 @@ SPANS = [
 
 
 def trace_of(path: Path, spans: list[Recorded]) -> list[Event]:
-    run = Run(path, "run", {}, [], spans, {}, [], {})
+    run = ReadRun(path, "run", {}, [], spans, {}, [], {})
     events: list[Event] = json.loads("".join(trace_pieces(run)))["traceEvents"]
     return events
 

@@ -29,7 +29,7 @@ from rolepool.report.metrics_by_step import (
 )
 from rolepool.report.operations import timed_operations
 from rolepool.report.outside_load import outside_load
-from rolepool.report.run import Run, distinct_names, read_parts, value_at
+from rolepool.report.run import ReadRun, distinct_names, read_parts, value_at
 from rolepool.report.tables import TABLES
 from rolepool.units import duration
 
@@ -93,16 +93,16 @@ class Difference(NamedTuple):
         return f"{self.key}: {', '.join(phrases)}"
 
 
-def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
+def read_runs(folders: Sequence[str | Path]) -> dict[str, ReadRun]:
     """The runs by distinct names, in the given order. A run that moved counts as several, one for
     each placement."""
-    runs: dict[str, Run] = {}
+    runs: dict[str, ReadRun] = {}
     for folder, name in zip(folders, distinct_names(folders), strict=True):
         runs.update(read_parts(folder, name))
     return runs
 
 
-def differences(runs: Mapping[str, Run]) -> list[Difference]:
+def differences(runs: Mapping[str, ReadRun]) -> list[Difference]:
     """The keys that differ between the runs, without those that only name a run; first those of the
     work."""
     configs = {name: run.config for name, run in runs.items() if run.config}
@@ -120,7 +120,7 @@ def differences(runs: Mapping[str, Run]) -> list[Difference]:
     return different
 
 
-def _differences_of_work(runs: Mapping[str, Run]) -> list[Difference]:
+def _differences_of_work(runs: Mapping[str, ReadRun]) -> list[Difference]:
     return [difference for difference in differences(runs) if difference.is_work]
 
 
@@ -129,7 +129,7 @@ def _are_equal(values: Sequence[object]) -> bool:
     return all(value == values[0] for value in values)
 
 
-def compare(runs: Mapping[str, Run]) -> list[Line]:
+def compare(runs: Mapping[str, ReadRun]) -> list[Line]:
     """A line for each measure and run: first measures that differ significantly, then other
     measures of steps, then measures of whole runs. If another program slowed a run down, its
     differences get no verdict."""
@@ -153,7 +153,7 @@ def compare(runs: Mapping[str, Run]) -> list[Line]:
     return lines
 
 
-def _slowed_down(runs: Mapping[str, Run]) -> list[str]:
+def _slowed_down(runs: Mapping[str, ReadRun]) -> list[str]:
     """The runs that other programs slowed down."""
     return [name for name, run in runs.items() if outside_load(run)]
 
@@ -195,7 +195,7 @@ def _is_significant(ratio: Ratio | None) -> bool:
     return ratio is not None and ratio.verdict in ("less", "more")
 
 
-def headline(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
+def headline(runs: Mapping[str, ReadRun], lines: Sequence[Line]) -> str:
     """One sentence: how much faster or slower the steps of the other runs are than those of the
     first, or why there is no verdict."""
     first, *others = runs
@@ -252,7 +252,7 @@ def _factor(ratio: Ratio) -> tuple[float, float, float]:
     return 1 / ratio.value, 1 / ratio.high, 1 / ratio.low
 
 
-def loads_on(runs: Mapping[str, Run]) -> Iterator[str]:
+def loads_on(runs: Mapping[str, ReadRun]) -> Iterator[str]:
     """A line for each run that other programs slowed down."""
     for name, run in runs.items():
         load = outside_load(run)
@@ -260,7 +260,7 @@ def loads_on(runs: Mapping[str, Run]) -> Iterator[str]:
             yield f"{name}: {load}"
 
 
-def notes_on(runs: Mapping[str, Run]) -> Iterator[str]:
+def notes_on(runs: Mapping[str, ReadRun]) -> Iterator[str]:
     """What limits the comparison: a line for each run that other programs slowed down, and for each
     key that changes the work."""
     yield from loads_on(runs)
@@ -307,13 +307,13 @@ def after_warm_up(steps: list[T]) -> list[T]:
     return steps[num_skipped:] or steps
 
 
-def measured_steps(run: Run) -> dict[int, dict[str, float]]:
+def measured_steps(run: ReadRun) -> dict[int, dict[str, float]]:
     """The metrics of the steps after the warm-up."""
     timed = timed_steps(run.metrics)
     return dict(after_warm_up(list(timed.items())))
 
 
-def _step_measures(run: Run) -> dict[str, list[float]]:
+def _step_measures(run: ReadRun) -> dict[str, list[float]]:
     """The values of all steps after the warm-up, for each measure."""
     if not run.metrics:
         raise ConfigError(
@@ -333,7 +333,7 @@ def _step_measures(run: Run) -> dict[str, list[float]]:
     return measures
 
 
-def _run_measures(run: Run) -> dict[str, float]:
+def _run_measures(run: ReadRun) -> dict[str, float]:
     """Measures that a run has only once: peak memory, and reward and validation at its end."""
     measures: dict[str, float] = {}
     rewards = list(finite_values(run.metrics, REWARD).values())

@@ -35,7 +35,7 @@ from rolepool.report.metrics_by_step import (
     validation_scores,
 )
 from rolepool.report.operations import colors_for, in_step_order, mean_times
-from rolepool.report.run import Run
+from rolepool.report.run import ReadRun
 from rolepool.units import duration
 
 MAX_POINTS = 200
@@ -77,7 +77,7 @@ class Chart(NamedTuple):
     y_ticks: list[tuple[float, str]]
 
 
-def render_comparison(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
+def render_comparison(runs: Mapping[str, ReadRun], lines: Sequence[Line]) -> str:
     """The page: the headline, the curves of rewards and scores, times, the keys that differ, and
     all measures."""
     means = {}
@@ -112,13 +112,13 @@ def render_comparison(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
     )
 
 
-def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> Path:
+def write_comparison(runs: Mapping[str, ReadRun], lines: Sequence[Line], folder: Path) -> Path:
     """Write the page as `comparison.html` in a folder, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     return write_atomically(folder / "comparison.html", [render_comparison(runs, lines)])
 
 
-def _summary(runs: Mapping[str, Run], lines: Sequence[Line]) -> dict[str, dict[str, str]]:
+def _summary(runs: Mapping[str, ReadRun], lines: Sequence[Line]) -> dict[str, dict[str, str]]:
     """The most important numbers of each run, by the titles of their columns."""
     values = {(line.measure, line.run): line.mean for line in lines}
 
@@ -148,7 +148,7 @@ class TypicalStep(NamedTuple):
     lanes: dict[str, list[Bar]]
 
 
-def typical_steps(runs: Mapping[str, Run]) -> dict[str, TypicalStep]:
+def typical_steps(runs: Mapping[str, ReadRun]) -> dict[str, TypicalStep]:
     """The step with the median duration of each run that has recorded one."""
     typical = {}
     for name, run in runs.items():
@@ -158,7 +158,7 @@ def typical_steps(runs: Mapping[str, Run]) -> dict[str, TypicalStep]:
     return typical
 
 
-def _typical_step(run: Run) -> TypicalStep | None:
+def _typical_step(run: ReadRun) -> TypicalStep | None:
     bounds = step_bounds(run.spans)
 
     def duration_s(number: int) -> float:
@@ -176,7 +176,7 @@ def _typical_step(run: Run) -> TypicalStep | None:
 # Charts
 
 
-def charts_of(runs: Mapping[str, Run]) -> Iterator[Chart]:
+def charts_of(runs: Mapping[str, ReadRun]) -> Iterator[Chart]:
     """Rewards and validation scores of all runs, each by step and by time."""
     rewards = {name: finite_values(run.metrics, REWARD) for name, run in runs.items()}
     scores = {name: validation_scores(run.metrics) for name, run in runs.items()}

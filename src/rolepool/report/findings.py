@@ -12,7 +12,7 @@ from rolepool.placement.plan import DRIVER
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, RoleSpec
 from rolepool.planner.predict import Prediction
 from rolepool.report.outside_load import outside_load
-from rolepool.report.run import Run, value_at
+from rolepool.report.run import ReadRun, value_at
 from rolepool.report.summary import Summary
 from rolepool.report.tables import TABLES
 from rolepool.units import duration
@@ -41,7 +41,7 @@ class Finding(NamedTuple):
     """Seconds per step that the change saves at most; 0 if the spans do not tell."""
 
 
-def find(run: Run, summary: Summary, predicted: Sequence[Prediction] = ()) -> list[Finding]:
+def find(run: ReadRun, summary: Summary, predicted: Sequence[Prediction] = ()) -> list[Finding]:
     """All findings about a run: first what makes its times doubtful, then by the seconds that can
     be gained. `predicted` are the run's own placement and the best other ones."""
     if not summary.steps:
@@ -74,7 +74,7 @@ def _finding(
     return Finding(TABLES.findings[kind].format(**fields), numbers, overrides, gain_s)
 
 
-def _scaled(run: Run, key: str, factor: float) -> str:
+def _scaled(run: ReadRun, key: str, factor: float) -> str:
     """The override that multiplies a key's value; the key alone if its value is not a number."""
     value = value_at(run.config, key)
     if isinstance(value, int):
@@ -114,7 +114,7 @@ def _saved(summary: Summary) -> Iterator[Finding]:
         yield _finding("saved", {"saved_s": summary.saved_s, "step_s": summary.step_s})
 
 
-def _imbalance(run: Run, summary: Summary) -> Iterator[Finding]:
+def _imbalance(run: ReadRun, summary: Summary) -> Iterator[Finding]:
     """Operations in which the ranks of a pool wait long for the slowest of them."""
     for pool, times_s in summary.pools_s.items():
         num_ranks = summary.num_ranks[pool]
@@ -140,7 +140,7 @@ def _imbalance(run: Run, summary: Summary) -> Iterator[Finding]:
             )
 
 
-def _balancing_override(run: Run, operation: str) -> str:
+def _balancing_override(run: ReadRun, operation: str) -> str:
     """The key that balances the ranks in an operation and is not set yet; if all are set, a larger
     batch."""
     spec = OPERATIONS.get(operation)
@@ -153,7 +153,7 @@ def _balancing_override(run: Run, operation: str) -> str:
     return _scaled(run, "data.train_batch_size", 2)
 
 
-def _hand_overs(run: Run, summary: Summary) -> Iterator[Finding]:
+def _hand_overs(run: ReadRun, summary: Summary) -> Iterator[Finding]:
     """The part of the critical path that is not work in a pool."""
     hand_over_s = summary.path_s.get(("", ""), 0.0)
     driver_s = 0.0
@@ -178,7 +178,7 @@ def _hand_overs(run: Run, summary: Summary) -> Iterator[Finding]:
 # Findings about memory
 
 
-def _memory(run: Run) -> Iterator[Finding]:
+def _memory(run: ReadRun) -> Iterator[Finding]:
     """How full the fullest GPU of each pool was, if the monitor recorded the size of its memory."""
     if run.plan is None:
         return
@@ -212,7 +212,7 @@ class UsedMemory(NamedTuple):
         return self.used_bytes / self.total_bytes
 
 
-def _fullest_gpu(run: Run, pool: str) -> UsedMemory | None:
+def _fullest_gpu(run: ReadRun, pool: str) -> UsedMemory | None:
     """A pool's GPU in the sample in which it was fullest; None if no sample tells the size of its
     memory."""
     fullest: UsedMemory | None = None
@@ -227,7 +227,7 @@ def _fullest_gpu(run: Run, pool: str) -> UsedMemory | None:
     return fullest
 
 
-def _memory_key(run: Run, specs: Sequence[RoleSpec]) -> str:
+def _memory_key(run: ReadRun, specs: Sequence[RoleSpec]) -> str:
     """The key that decides most about a pool's memory: the micro-batch size of a role that is
     trained, or else of one that computes log-probs or scores, or else the key of the rollout."""
 

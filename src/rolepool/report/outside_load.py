@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rolepool.placement.plan import RULE_POOL
 from rolepool.report.metrics_by_step import TIMING
-from rolepool.report.run import Run
+from rolepool.report.run import ReadRun
 from rolepool.report.tables import TABLES
 from rolepool.units import duration
 
@@ -35,7 +35,7 @@ class Period(NamedTuple):
     use: float
 
 
-def outside_load(run: Run) -> str | None:
+def outside_load(run: ReadRun) -> str | None:
     """What shows that other programs slowed a part of the run down; None if nothing does.
 
     A run that slows down by itself, because its responses grow or its ranks wait for each other,
@@ -59,7 +59,7 @@ def outside_load(run: Run) -> str | None:
     )
 
 
-def _periods(run: Run) -> list[Period]:
+def _periods(run: ReadRun) -> list[Period]:
     """Consecutive parts of the run, without its first step; none if it is too short, or without
     samples."""
     steps = [step for step, row in run.metrics.items() if _is_measured(row)][1:]
@@ -72,7 +72,7 @@ def _periods(run: Run) -> list[Period]:
     return periods
 
 
-def _period(run: Run, steps: Sequence[int]) -> Period:
+def _period(run: ReadRun, steps: Sequence[int]) -> Period:
     rows = [run.metrics[step] for step in steps]
     times_s = [row[f"{TIMING}step"] for row in rows]
     times_of_token_s = [row[f"{TIMING}step"] / row["perf/total_num_tokens"] for row in rows]

@@ -32,7 +32,7 @@ from rolepool.report.metrics_by_step import (
 from rolepool.report.operations import colors_for, in_step_order, mean_times, timed_operations
 from rolepool.report.page_timeline import windows
 from rolepool.report.predicted import other_placements
-from rolepool.report.run import Run, parts_of, value_at
+from rolepool.report.run import ReadRun, parts_of, value_at
 from rolepool.report.samples import samples_of
 from rolepool.report.summary import Summary, by_step, summarise
 from rolepool.report.tables import TABLES
@@ -44,7 +44,7 @@ PageData = Mapping[str, object]
 """The JSON object that the page reads."""
 
 
-def render(run: Run) -> str:
+def render(run: ReadRun) -> str:
     """The page. `<` is escaped in the data, so that no text in it can end the script element or
     open a comment."""
     template = Path(__file__).with_name("template.html").read_text(encoding="utf-8")
@@ -59,7 +59,7 @@ def render(run: Run) -> str:
     return template.replace("__DATA__", text.replace("<", "\\u003c"))
 
 
-def page_data(run: Run) -> PageData:
+def page_data(run: ReadRun) -> PageData:
     """Everything on the page. Curves over steps show the whole run; what is about pools, its last
     placement only."""
     last = parts_of(run)[-1]
@@ -83,7 +83,7 @@ def page_data(run: Run) -> PageData:
     }
 
 
-def _plan_data(run: Run) -> PageData:
+def _plan_data(run: ReadRun) -> PageData:
     """The placements of a run, and the pools of the newest one."""
     if run.plan is None:
         return {"plan": {}, "placements": []}
@@ -91,14 +91,14 @@ def _plan_data(run: Run) -> PageData:
     return {"plan": run.plan.model_dump(mode="json")["pools"], "placements": placements}
 
 
-def _placement(part: Run) -> PageData:
+def _placement(part: ReadRun) -> PageData:
     """First step, pools and mean seconds of a step of a part of a run that has one plan."""
     (planned,) = part.plans
     step_s = mean_times(measured_steps(part)).get("step")
     return {"first_step": planned.first_step, "pools": planned.plan.in_words, "step_s": step_s}
 
 
-def _spans_data(run: Run, last: Run) -> PageData:
+def _spans_data(run: ReadRun, last: ReadRun) -> PageData:
     """What the spans of the last placement tell: averages, findings, predictions, and the
     timeline."""
     grouped = by_step(last.spans)
@@ -152,7 +152,7 @@ def _predictions(predicted: Sequence[Prediction]) -> PageData:
     return {"predicted": rows, "not_measured": sorted(notes)}
 
 
-def _unit(run: Run) -> str:
+def _unit(run: ReadRun) -> str:
     """What a rank works on, from the spans; from the plan if there are no spans."""
     devices = {recorded.span.device for recorded in run.spans}
     if not devices and run.plan is not None:

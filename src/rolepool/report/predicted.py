@@ -26,7 +26,7 @@ from rolepool.planner.search import search
 from rolepool.report.placement_runs import overrides_of
 from rolepool.report.plots import new_figure, style
 from rolepool.report.recordings import read_recordings, recordings_of
-from rolepool.report.run import Run
+from rolepool.report.run import ReadRun
 from rolepool.report.tables import TABLES
 
 SIZE_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
@@ -35,7 +35,7 @@ MAX_PATH = 4
 """Operations of a critical path that are shown."""
 
 
-def other_placements(run: Run) -> list[Prediction]:
+def other_placements(run: ReadRun) -> list[Prediction]:
     """The placement of a run, and the best other ones on the same GPUs, predicted from the run
     itself. Empty if that is not possible: an older version recorded no schedule, and pools that
     share GPUs slow each other down."""
@@ -59,7 +59,7 @@ def other_placements(run: Run) -> list[Prediction]:
     return []
 
 
-def _gpu_memory_bytes(run: Run) -> int | None:
+def _gpu_memory_bytes(run: ReadRun) -> int | None:
     """The memory of the smallest GPU that the run has measured; None if it has measured none."""
     sizes: list[int] = []
     for sample in run.monitor:

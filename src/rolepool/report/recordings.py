@@ -18,7 +18,7 @@ from rolepool.planner.profile import SYNC, Recording
 from rolepool.report.console_logs import read_logs
 from rolepool.report.metrics_by_step import TIMING, MetricsByStep
 from rolepool.report.operations import timed_operations
-from rolepool.report.run import Run, parts_of, read_run
+from rolepool.report.run import ReadRun, parts_of, read_run
 
 
 def read_recordings(paths: Sequence[str | Path], num_gpus: int | None) -> list[Recording]:
@@ -36,7 +36,7 @@ def read_recordings(paths: Sequence[str | Path], num_gpus: int | None) -> list[R
     return recordings
 
 
-def recordings_of(run: Run) -> list[Recording]:
+def recordings_of(run: ReadRun) -> list[Recording]:
     """What a run recorded with each of its placements."""
     parts = [part for part in parts_of(run) if part.plans and part.spans]
     if not run.config or not parts:

@@ -41,7 +41,7 @@ Lines = Callable[[Path], Iterator[bytes]]
 
 
 @dataclass
-class Run:
+class ReadRun:
     """What was read from a run folder. `skipped` counts the unreadable lines of each file that has
     some, and `unread` has the reasons why whole files were not read."""
 
@@ -161,7 +161,7 @@ def value_at(config: Mapping[str, object], key: str) -> object:
 
 def read_run(
     folder: str | Path, last_bytes: float = math.inf, lines_of_metrics: Lines = last_lines
-) -> Run:
+) -> ReadRun:
     """Read a run folder. Raises ConfigError if the folder is not one.
 
     `last_bytes` limits how much is read of spans and samples: only the end of a longer file. With
@@ -193,7 +193,7 @@ def _without_first_step(spans: Sequence[Recorded]) -> list[Recorded]:
     return list(dropwhile(lambda recorded: recorded.step == spans[0].step, spans))
 
 
-def open_run(folder: str | Path) -> Run:
+def open_run(folder: str | Path) -> ReadRun:
     """Read only config and plans of a run folder. Raises ConfigError if the folder is not one."""
     folder = Path(folder)
     if not any((folder / name).is_file() for name in FILES_OF_A_RUN):
@@ -203,7 +203,7 @@ def open_run(folder: str | Path) -> Run:
             problem = "is not a folder"
         fix = "give the folder a run wrote to (its trainer.default_local_dir)"
         raise ConfigError(f"run {folder}: {problem}; {fix}")
-    run = Run(folder, encodable(folder.resolve().name))
+    run = ReadRun(folder, encodable(folder.resolve().name))
     run.config = run.read_whole("config.yaml", saved_values) or {}
     history = run.read_whole("plan.json", PlanHistory.model_validate_json)
     if history is not None:
@@ -234,7 +234,7 @@ def sampled_lines(path: Path) -> Iterator[bytes]:
 # Parts of a run, and names of runs
 
 
-def parts_of(run: Run) -> list[Run]:
+def parts_of(run: ReadRun) -> list[ReadRun]:
     """The parts of a run that were made with different plans, in the order of steps, each as a run
     of its own. If the run never moved, it is its only part."""
     if len(run.plans) < 2:
@@ -248,7 +248,7 @@ def parts_of(run: Run) -> list[Run]:
     return parts
 
 
-def _part(run: Run, planned: PlannedSteps, begin: int, end: float) -> Run:
+def _part(run: ReadRun, planned: PlannedSteps, begin: int, end: float) -> ReadRun:
     """The steps of a run from `begin` on, before `end`."""
     metrics = {step: row for step, row in run.metrics.items() if begin <= step < end}
     spans = [recorded for recorded in run.spans if begin <= recorded.step < end]
@@ -274,7 +274,7 @@ def _samples_during(spans: Sequence[Recorded], monitor: Sequence[Sample]) -> lis
     return [sample for sample in monitor if start_s <= sample["time_s"] <= end_s]
 
 
-def read_parts(folder: str | Path, name: str) -> dict[str, Run]:
+def read_parts(folder: str | Path, name: str) -> dict[str, ReadRun]:
     """Read a run folder. Returns the parts that have metrics, by name; the run itself if none
     has."""
     run = read_run(folder)

@@ -11,7 +11,7 @@ from contextlib import suppress
 import psutil
 
 from rolepool.metrics.run_folder import lock_text
-from rolepool.report.run import Run
+from rolepool.report.run import ReadRun
 
 LOCK = re.compile(r"(?:process (\d{1,9}) on (.+))?")
 """What a run writes into its lock. For a moment the lock is empty."""
@@ -20,7 +20,7 @@ CLOCK_TOLERANCE_S = 2
 """The start of a process and the time of a file come from different clocks."""
 
 
-def state_of(run: Run, *, is_silent: bool) -> str:
+def state_of(run: ReadRun, *, is_silent: bool) -> str:
     """The state of a run. `is_silent` says that nothing has been written for some time, which
     decides about a run on another machine."""
     lock = run.folder / ".lock"

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from rolepool.metrics.row_text import validation_score
 from rolepool.reading import open_regular
 from rolepool.report.metrics_by_step import REWARD
-from rolepool.report.run import Run
+from rolepool.report.run import ReadRun
 
 MAX_STEPS = 12
 """Validations, and training steps, that are shown: the first and the last one, and others evenly
@@ -65,7 +65,7 @@ class Samples(TypedDict):
     """Files that are not shown."""
 
 
-def samples_of(run: Run) -> Samples:
+def samples_of(run: ReadRun) -> Samples:
     """The responses of some validations and of some training steps. Lines that cannot be read are
     counted in `run.skipped`."""
     groups: list[SampleGroup] = []

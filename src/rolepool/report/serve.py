@@ -33,7 +33,7 @@ from rolepool.reading import open_regular
 from rolepool.report.comparison_page import TEMPLATES
 from rolepool.report.metrics_by_step import TIMING, finite_values
 from rolepool.report.page_process import LIMIT_S, REPORT_BYTES, make_page
-from rolepool.report.run import Run, parts_of, read_run, sampled_lines, value_at
+from rolepool.report.run import ReadRun, parts_of, read_run, sampled_lines, value_at
 from rolepool.report.run_lines import read_span
 from rolepool.report.run_state import state_of
 from rolepool.units import duration
@@ -103,7 +103,7 @@ class ShownRun(TypedDict, total=False):
     state: str
     started_s: float
     error: str
-    run: Run
+    run: ReadRun
     files: Signature
     score: float | None
     unit: str
@@ -133,7 +133,7 @@ def find_runs(root: Path) -> dict[str, Path]:
 
 
 @lru_cache(maxsize=MAX_FOLDERS)
-def sample_run(folder: Path, signature: Signature) -> Run:
+def sample_run(folder: Path, signature: Signature) -> ReadRun:
     """The run with the metrics and spans that the list shows. The result is kept until the
     signature of its files changes."""
     run = read_run(folder, 0, sampled_lines)
@@ -156,7 +156,7 @@ def outer_lines(path: Path) -> Iterator[bytes]:
             yield line
 
 
-def newest_score(run: Run) -> float | None:
+def newest_score(run: ReadRun) -> float | None:
     """The score of the newest validation that was read."""
     for row in reversed(run.metrics.values()):
         score = validation_score(row)
@@ -165,7 +165,7 @@ def newest_score(run: Run) -> float | None:
     return None
 
 
-def unit_of(run: Run) -> str:
+def unit_of(run: ReadRun) -> str:
     """What a rank of this run holds. The plan does not say it if `trainer.device` is auto, but the
     spans do."""
     if run.plan is None:
@@ -194,7 +194,7 @@ def signature_of(folder: Path) -> Signature:
     return tuple(sorted(files))
 
 
-def recent_step_s(run: Run) -> float:
+def recent_step_s(run: ReadRun) -> float:
     """The median time of the last steps with the newest placement; 0 if there is none."""
     since_move = parts_of(run)[-1]
     times_s = list(finite_values(since_move.metrics, f"{TIMING}step").values())

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from rolepool.metrics.timeline import Rank, Timeline
-from rolepool.report.run import Run
+from rolepool.report.run import ReadRun
 
 Event = Mapping[str, object]
 Thread = Mapping[str, int]
@@ -23,7 +23,7 @@ class Slice(NamedTuple):
     end_us: int
 
 
-def trace_pieces(run: Run) -> Iterator[str]:
+def trace_pieces(run: ReadRun) -> Iterator[str]:
     """The text of a trace: a process for each pool, a thread for each rank, a slice for each span,
     and an arrow from each result to the call that used it."""
     yield '{"displayTimeUnit": "ms", "traceEvents": ['
