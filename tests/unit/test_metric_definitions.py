@@ -26,7 +26,7 @@ from rolepool.trainer.advantages import Estimator
 from rolepool.trainer.rows import length_metrics, step_row
 from rolepool.trainer.samples import ScoredResponse
 from rolepool.trainer.step import StepCalls
-from rolepool.trainer.validation import validation_metrics
+from rolepool.trainer.validation_metrics import validation_metrics
 
 # A step of four rows. The third response is aborted: it has no tokens.
 

@@ -57,7 +57,8 @@ class TransformersEngine(StreamedEngine):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         self.raise_if_not_ready()
         # Prompts of similar lengths are computed together, because shorter ones are padded.
-        order = sorted(range(len(requests)), key=lambda index: len(requests[index].token_ids))
+        lengths = [len(request.token_ids) for request in requests]
+        order = sorted(range(len(requests)), key=lengths.__getitem__)
         completions: dict[int, Completion] = {}
         with torch.inference_mode():
             for start in range(0, len(order), self.max_num_seqs):
@@ -145,11 +146,14 @@ def _left_padded(requests: Sequence[Request], device: torch.device) -> dict[str,
     num_padding_b1 = longest - lengths_b[:, None]
     mask_bt = torch.arange(longest) >= num_padding_b1
     ids_bt = torch.zeros(mask_bt.shape, dtype=torch.int64)
-    all_ids = chain.from_iterable(request.token_ids for request in requests)
-    ids_bt[mask_bt] = torch.tensor(list(all_ids))
+    for row, request in enumerate(requests):
+        ids_bt[row, mask_bt[row]] = torch.as_tensor(request.token_ids)
     positions_bt = (mask_bt.cumsum(dim=1) - 1).clamp(min=0)
-    inputs = {"input_ids": ids_bt, "attention_mask": mask_bt.long(), "position_ids": positions_bt}
-    return {name: tensor.to(device) for name, tensor in inputs.items()}
+    return {
+        "input_ids": ids_bt.to(device),
+        "attention_mask": mask_bt.long().to(device),
+        "position_ids": positions_bt.to(device),
+    }
 
 
 def _next_inputs(inputs: dict[str, Tensor], token_b: Tensor) -> dict[str, Tensor]:

@@ -32,50 +32,72 @@ def step_row(
     after: Sequence[Recorded],
     plan: Plan,
 ) -> dict[str, float]:
-    """All metrics of a step. A step ends when the generation of the next one starts, or with its
-    last call.
+    """All metrics of a step. A step ends when the next one starts, or with its last call.
 
     `before` and `after` are the spans around it, which say what its first calls waited for and what
     waited for its last ones. Metrics of updates are means over the epochs, except the numbers of
     updates, which are sums.
     """
-    metrics = {"training/global_step": float(step.number)}
-    for name in (
-        name for name, operation in OPERATIONS.items() if operation.trains and step.calls.get(name)
-    ):
-        epochs = [call.get()[0] for call in step.calls[name]]
-        for key in epochs[0]:
-            total = sum(epoch[key] for epoch in epochs)
-            metrics[key] = total if key.endswith("updates") else total / len(epochs)
-    metrics |= {**step.estimated.metrics, **describe(step.estimated, step.scored.get())}
+    metrics = {
+        "training/global_step": float(step.number),
+        **_means_over_epochs(step),
+        **step.estimated.metrics,
+        **describe(step.estimated, step.scored.get()),
+    }
     times = operation_times(recorded)
     start_s, end_s = step_bounds([*recorded, *after])[step.number]
-    times["timing_s/step"] = end_s - start_s
+    step_s = end_s - start_s
+    times["timing_s/step"] = step_s
+    timeline = Timeline([*recorded, *before, *after])
     return {
         **metrics,
         **times,
         **_times_per_token(times, step.estimated),
-        "perf/time_per_step": times["timing_s/step"],
-        "perf/throughput": metrics["perf/total_num_tokens"]
-        / times["timing_s/step"]
-        / len(plan.slots),
-        "perf/max_memory_allocated_gb": max(span.peak_memory_bytes for _, _, span in recorded)
-        / 2**30,
-        "perf/max_memory_reserved_gb": max(span.reserved_memory_bytes for _, _, span in recorded)
-        / 2**30,
-        **step_metrics(Timeline([*recorded, *before, *after]), start_s, end_s),
+        "perf/time_per_step": step_s,
+        "perf/throughput": metrics["perf/total_num_tokens"] / step_s / len(plan.slots),
+        **_peaks(recorded),
+        **step_metrics(timeline, start_s, end_s),
+    }
+
+
+def _means_over_epochs(step: StepCalls) -> dict[str, float]:
+    """The metrics of updates."""
+    metrics: dict[str, float] = {}
+    for name, operation in OPERATIONS.items():
+        calls = step.calls.get(name)
+        if not operation.trains or not calls:
+            continue
+        epochs = [call.get()[0] for call in calls]
+        for key in epochs[0]:
+            total = sum(epoch[key] for epoch in epochs)
+            if key.endswith("updates"):
+                metrics[key] = total
+            else:
+                metrics[key] = total / len(epochs)
+    return metrics
+
+
+def _peaks(recorded: Sequence[Recorded]) -> dict[str, float]:
+    """The largest memory of a process during the step."""
+    allocated_bytes = max(span.peak_memory_bytes for _, _, span in recorded)
+    reserved_bytes = max(span.reserved_memory_bytes for _, _, span in recorded)
+    return {
+        "perf/max_memory_allocated_gb": allocated_bytes / 2**30,
+        "perf/max_memory_reserved_gb": reserved_bytes / 2**30,
     }
 
 
 def _times_per_token(times: Mapping[str, float], estimated: Estimated) -> dict[str, float]:
     """`timing_per_token_ms/NAME` of the operations that the role table lists for it."""
-    num_sampled, num_all = int(estimated.mask.sum()), sum(estimated.lengths)
-    found = {}
+    num_sampled = int(estimated.mask.sum())
+    num_all = sum(estimated.lengths)
+    per_token: dict[str, float] = {}
     for name, operation in OPERATIONS.items():
+        seconds = times.get(f"timing_s/{name}")
         num_tokens = num_sampled if operation.generates else num_all
-        if operation.is_per_token and f"timing_s/{name}" in times and num_tokens:
-            found[f"timing_per_token_ms/{name}"] = times[f"timing_s/{name}"] * 1000 / num_tokens
-    return found
+        if operation.is_per_token and seconds is not None and num_tokens > 0:
+            per_token[f"timing_per_token_ms/{name}"] = seconds * 1000 / num_tokens
+    return per_token
 
 
 def length_metrics(
@@ -88,11 +110,11 @@ def length_metrics(
     order, _ = next(update_orders(config, config.actor_rollout_ref.actor, lengths, num_ranks, step))
     in_order = np.reshape(lengths, (num_ranks, -1)).sum(axis=1)
     balanced = np.asarray(lengths)[order].reshape(num_ranks, -1).sum(axis=1)
-    found = {
-        "min": in_order.min(),
-        "max": in_order.max(),
-        "minmax_diff": np.ptp(in_order),
-        "mean": in_order.mean(),
+    return {
+        "global_seqlen/min": float(in_order.min()),
+        "global_seqlen/max": float(in_order.max()),
+        "global_seqlen/minmax_diff": float(np.ptp(in_order)),
+        "global_seqlen/mean": float(in_order.mean()),
+        "global_seqlen/balanced_min": float(balanced.min()),
+        "global_seqlen/balanced_max": float(balanced.max()),
     }
-    found |= {"balanced_min": balanced.min(), "balanced_max": balanced.max()}
-    return {f"global_seqlen/{name}": float(value) for name, value in found.items()}
