@@ -59,15 +59,18 @@ class Digests:
 
     def read(self) -> dict[str, Digest]:
         """All digests by name. Waits for the devices once."""
+        names_on: dict[torch.device, list[str]] = {}
+        for name, number in self._numbers.items():
+            names_on.setdefault(number.device, []).append(name)
         numbers: dict[str, int] = {}
-        for device in {number.device for number in self._numbers.values()}:
-            here = {name: one for name, one in self._numbers.items() if one.device == device}
-            numbers.update(zip(here, torch.stack(list(here.values())).tolist(), strict=True))
-        return {
+        for names in names_on.values():
+            here = torch.stack([self._numbers[name] for name in names])
+            numbers.update(zip(names, here.tolist(), strict=True))
+        digests: dict[str, Digest] = {}
+        for name, (dtype, shape) in self._kinds.items():
             # Python shows a negative number with a sign, which looks odd in a hexadecimal number.
-            name: Digest(dtype, shape, numbers[name] % _WHOLE)
-            for name, (dtype, shape) in self._kinds.items()
-        }
+            digests[name] = Digest(dtype, shape, numbers[name] % _WHOLE)
+        return digests
 
 
 def digests_of(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Digest]:
