@@ -374,6 +374,8 @@ def without_padding(result: Value, share: Share | None) -> Value:
 def fetch_stored(replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
     """The stored columns of these replies. If they are lost or do not arrive, a WorkerError names
     the process that made them."""
+    if not replies:  # Ray would start if it does not run
+        return []
     try:
         return list(ray.get([reply.stored for reply in replies], timeout=FETCH_TIMEOUT_S))
     except ObjectLostError as error:
