@@ -135,7 +135,7 @@ def test_ray_that_starts_too_slowly_is_started_again_with_a_longer_limit() -> No
         "import logging, ray\n"
         "from rolepool.cluster.connection import connect\n"
         "logging.basicConfig()\n"
-        "close = connect(None, 1, 'cpu')\n"
+        "connect(None, 1, 'cpu')\n"
         "print(ray.is_initialized())"
     )
     limit = {**os.environ, "RAY_gcs_server_port_wait_time_s": "0"}
