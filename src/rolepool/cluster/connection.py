@@ -14,8 +14,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Required, TypedDict, Unpack
 
@@ -75,9 +75,7 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
     # reads.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if address is None:
-        with ExitStack() as cleanup:
-            cleanup.enter_context(local_ray(num_cpus, num_gpus=0 if device == "cpu" else None))
-            return cleanup.pop_all().close
+        return local_ray(num_cpus, num_gpus=0 if device == "cpu" else None).close
     try:
         _probe(address)
         _init_ray(address=address)
@@ -180,16 +178,16 @@ def _refusal(address: str, error: Exception) -> str:
 # A local Ray
 
 
-@contextmanager
 def local_ray(
     num_cpus: int, num_gpus: int | None, object_store_bytes: int | None = None
-) -> Iterator[None]:
-    """A Ray of this process, whose files only this user can read. It ends with the block. If the
-    numbers of GPUs and bytes are None, Ray counts the GPUs, and chooses the size of its shared
-    memory. Raises PlacementError if it does not start."""
+) -> ExitStack:
+    """Start a Ray of this process, whose files only this user can read. It ends when the stack is
+    closed. If the numbers of GPUs and bytes are None, Ray counts the GPUs, and chooses the size of
+    its shared memory. Raises PlacementError if it does not start."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     make_token_private()
-    with private_folder() as folder:
+    with ExitStack() as cleanup:
+        folder = cleanup.enter_context(private_folder())
         _start_local_ray(
             address="local",  # never joins another Ray that happens to run on this machine
             num_cpus=num_cpus,
@@ -199,10 +197,8 @@ def local_ray(
             _temp_dir=str(folder),
             _system_config=SYSTEM_CONFIG,
         )
-        try:
-            yield
-        finally:
-            ray.shutdown()
+        cleanup.callback(ray.shutdown)
+        return cleanup.pop_all()
 
 
 def _start_local_ray(**options: Unpack[_RayOptions]) -> None:
