@@ -93,14 +93,15 @@ class Trainer:
                 self.between.move_if_asked(number, is_last=is_last)
                 if is_last or self.parts.config.trainer.val_only:
                     return
-                is_new = number > self._start.step
-                if interrupt.asked and is_new and self.journal.is_finished:
+                # Somebody has stopped the run. It ends with a step whose row is written.
+                has_new_step = number > self._start.step
+                if interrupt.asked and has_new_step and self.journal.is_finished:
                     break
                 self.begin_step(number + 1)
                 number += 1
             except WorkerError as error:
                 number = self.recovery.recover(self.deployment, error)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt:  # before the first step, or the second one in a step
                 if not interrupt.in_steps:
                     raise
                 raise KeyboardInterrupt(self.between.words_about_dropped()) from None
