@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,7 @@ def by_hand(content: bytes) -> int:
     factors_of_rows = odd_numbers(2, len(content) // (4 * ROW_WORDS) + 2).tolist()
     num_words = len(content) // 4
     total = 0
-    for position in range(num_words):
-        word = int.from_bytes(content[4 * position :][:4], "little", signed=True)
+    for position, (word,) in enumerate(struct.iter_unpack("<i", content[: 4 * num_words])):
         row, place = divmod(position, ROW_WORDS)
         total += word * factors_of_places[place] * factors_of_rows[row]
     left = content[4 * num_words :]
