@@ -62,8 +62,8 @@ old_cpu() {
 # The core: algorithms, batches, plans and the step; that placements change no number; each way in which a run goes on
 # after a death; a move; and the demo.
 core_units() {
-    local files=(tests/unit/test_{algorithm_*,data_proto,encoding,estimator,pipeline,schedule,role_table}.py)
-    files+=(tests/unit/test_{parallel_dims,placement,snapshots,import_rules,checkpoint,trained_model}.py)
+    local files=(tests/unit/test_{algorithm_*,batches,data_proto,encoding,estimator,pipeline,recorder,schedule,role_table}.py)
+    files+=(tests/unit/test_{parallel_dims,placement,snapshots,import_rules,held_states,trained_model}.py)
     files+=(tests/unit/test_{packed_passes,rollout_native,rollout_schedule,supervisor}.py)
     run .venv/bin/mypy
     run_tests "${files[@]}"

@@ -54,9 +54,8 @@ from rolepool.models.snapshot import SnapshotWriter
 from rolepool.models.training import TrainedModel
 from rolepool.placement import ParallelDims
 
-pytestmark = (
-    pytest.mark.slow
-)  # a minute and more of real processes; training does not save checkpoints yet
+# More than a minute of real processes. Runs that save and resume are among the other tests.
+pytestmark = pytest.mark.slow
 
 # Two ranks cut these sizes into halves, three into uneven pieces, and the critic's head of one row
 # into empty ones.
