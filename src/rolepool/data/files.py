@@ -121,7 +121,7 @@ def _reward_files(config: Config) -> Iterator[str]:
     yield from ()
 
 
-# --- what a row must contain --------------------------------------------------------------------------------------
+# What a row must contain
 
 
 class _Message(TypedDict):
@@ -307,7 +307,7 @@ def _with_system_prompt(prompt: Any, system_prompt: str | None) -> Any:
     return [{"role": "system", "content": system_prompt}, *chat]
 
 
-# --- the formats --------------------------------------------------------------------------------------------------
+# The formats
 
 
 class Rows(NamedTuple):

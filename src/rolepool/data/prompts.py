@@ -234,7 +234,7 @@ class PromptSet:
         return {**row, "is_chat": not isinstance(prompt, str), "text": text}
 
 
-# --- batches ------------------------------------------------------------------------------------------------------
+# Batches
 
 
 class PromptLoader:

@@ -58,7 +58,7 @@ class Scored(NamedTuple):
     return it."""
 
 
-# --- one function, and the sum of several -------------------------------------------------------------------------
+# One function, and the sum of several
 
 
 class Reward(Protocol):

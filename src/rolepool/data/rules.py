@@ -56,7 +56,7 @@ def position_match(solution_str: str, ground_truth: object) -> float:
     return num_right / max(len(words), len(wanted), 1)
 
 
-# --- the number after #### ----------------------------------------------------------------------------------------
+# The number after ####
 
 _STRICT_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE_ANSWER = re.compile(r"####\s*([-+]?[$€£¥]?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
@@ -103,7 +103,7 @@ def _as_decimal(text: str) -> Decimal | None:
     return number if number.is_finite() else None
 
 
-# --- answers in LaTeX ---------------------------------------------------------------------------------------------
+# Answers in LaTeX
 
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:(?:,|\{,\})\d{3})+(?:\.\d+)?")
 
@@ -193,7 +193,7 @@ def _verified(answer: str, wanted: str) -> bool:
     return bool(package.verify(parsed_truth, parsed_answer, timeout_seconds=None))
 
 
-# --- answers of chat models ---------------------------------------------------------------------------------------
+# Answers of chat models
 
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?[$€£¥]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])[-+]?\.\d+"
@@ -329,7 +329,7 @@ def reasoning_gym(
     return {"score": verify(answer.strip(), entry), "pred": answer.strip()}
 
 
-# --- which rule scores a row --------------------------------------------------------------------------------------
+# Which rule scores a row
 
 RULES: dict[str, Rule] = {
     "exact_match": exact_match,

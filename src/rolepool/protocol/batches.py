@@ -63,7 +63,7 @@ class TypedBatch:
         )
 
 
-# --- prompts ------------------------------------------------------------------------------------------------------
+# Prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class EnvironmentPrompts(Prompts):
     """The place of the row in its file, for error messages."""
 
 
-# --- tokens -------------------------------------------------------------------------------------------------------
+# Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class Rollouts(Sizes, ComparableTokens):
     """What a rollout returns."""
 
 
-# --- numbers ------------------------------------------------------------------------------------------------------
+# Numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class Estimates(TypedBatch):
     returns: Ragged
 
 
-# --- what updates and rewards read --------------------------------------------------------------------------------
+# What updates and rewards read
 
 
 @dataclass(frozen=True, kw_only=True)

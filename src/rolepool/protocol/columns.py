@@ -65,7 +65,7 @@ class RowIndexError(DataError, IndexError):
     sequences."""
 
 
-# --- ragged columns -----------------------------------------------------------------------------------------------
+# Ragged columns
 
 
 def is_ragged(column: object) -> TypeGuard[Ragged]:
@@ -132,7 +132,7 @@ def places_of(offsets: Tensor, rows: slice | Tensor) -> tuple[slice | Tensor, Te
     return shift + new_places, new_offsets
 
 
-# --- padded tensors -----------------------------------------------------------------------------------------------
+# Padded tensors
 
 
 def pad_ragged(
@@ -194,7 +194,7 @@ def rows_of_responses(batch: Mapping[str, Tensor]) -> Sequence[Tensor]:
     return torch.split(flat_values(responses), lengths_of(responses).tolist())
 
 
-# --- rows ---------------------------------------------------------------------------------------------------------
+# Rows
 
 
 def rows_of(index: object, num_rows: int) -> RowIndex:
@@ -286,7 +286,7 @@ def _joined(columns: Sequence[Column], shared: SharedOffsets) -> Column:
     return ragged_from_parts(torch.cat(values), new_offsets)
 
 
-# --- equality and union -------------------------------------------------------------------------------------------
+# Equality and union
 
 
 def describe(value: object) -> str:

@@ -60,7 +60,7 @@ MIN_MAPPED_BYTES = 2**20
 about 1 ms, and more in a process with CUDA."""
 
 
-# --- the picklable form -------------------------------------------------------------------------------------------
+# The picklable form
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def _from_bytes(
     return buffer.view(dtype).reshape(shape)
 
 
-# --- private views of shared memory -------------------------------------------------------------------------------
+# Private views of shared memory
 
 
 class SharedMemory(NamedTuple):
@@ -247,7 +247,7 @@ def places_of(memory: SharedMemory) -> Iterator[str]:
                 yield from map(str, (process / "fd").iterdir())
 
 
-# --- files --------------------------------------------------------------------------------------------------------
+# Files
 
 
 def save_parts(

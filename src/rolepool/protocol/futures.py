@@ -33,7 +33,7 @@ INLINE_BYTES = 64 * 1024
 stored."""
 
 
-# --- what a rank replies ------------------------------------------------------------------------------------------
+# What a rank replies
 
 
 class BatchHeader(NamedTuple):
@@ -205,7 +205,7 @@ def pick_rows(batch: DataProto, rows: RowNumbers) -> DataProto:
     return batch.slice(int(rows[0]), int(rows[-1]) + 1)
 
 
-# --- futures ------------------------------------------------------------------------------------------------------
+# Futures
 
 
 class Pending(Protocol):

@@ -1,8 +1,7 @@
 """A step on paper: the pipeline, with roles that compute nothing and only record the calls.
 
 Owns finding the step, and the graph of its calls. Their names come from the recorder, as those of a
-run do. Imports neither torch nor ray,
-so that `plan` can use it.
+run do. Imports neither torch nor ray, so that `plan` can use it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -137,8 +136,8 @@ class _Graph:
         """The calls that the driver has waited for."""
 
     def add(self, roles: Sequence[Role], *inputs: object) -> PaperBatch:
-        """Add a call of these roles. It waits for its inputs, for the last calls of its roles, and
-        for what the driver has waited for."""
+        """Add a call of these roles. It begins after its inputs and after the last calls of its
+        roles. If the driver has waited for a result, it begins after that, too."""
         after = set(self._waited_for)
         for batch in inputs:
             if isinstance(batch, PaperBatch):
