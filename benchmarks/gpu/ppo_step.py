@@ -3,7 +3,10 @@ MPS, and TRL.
 
     python benchmarks/gpu/ppo_step.py [--parts standard,split,mps,trl,idle] [--steps 8] [--trl-steps 3]
     python benchmarks/gpu/ppo_step.py --parts standard,no_snapshots      what snapshots in shared memory cost
+    python benchmarks/gpu/ppo_step.py --parts standard --prompt-tokens 512 --new-tokens 512
     python benchmarks/gpu/ppo_step.py --tiny      a small model on the CPU, to try the script out
+
+The third line is the setting of verl's quickstart.
 
 The same work for all: policy, value model, reference and a rule for a reward; 256 prompts of 128
 tokens, 256 new tokens each (none ends early) at temperature 1, one epoch of four mini-batches.
@@ -42,7 +45,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 import pynvml
@@ -408,6 +411,8 @@ def main() -> int:
     parser.add_argument(
         "--trl-rollout-rows", type=int, default=64, help="of its rollouts; default: %(default)s"
     )
+    parser.add_argument("--prompt-tokens", type=int, help=f"default: {FULL.prompt_tokens}")
+    parser.add_argument("--new-tokens", type=int, help=f"default: {FULL.new_tokens}")
     parser.add_argument("--data", type=Path, help="default: runs/qwen0.5b_data, or runs/tiny_data")
     parser.add_argument(
         "--runs", type=Path, default=ROOT / "runs" / "ppo_step", help="where run folders go"
@@ -428,6 +433,10 @@ def main() -> int:
             f"--steps must be over {WARM_STEPS} and --trl-steps over {TRL_WARM_STEPS}, which are not counted"
         )
     work = TINY if options.tiny else FULL
+    if options.prompt_tokens is not None:
+        work = replace(work, prompt_tokens=options.prompt_tokens)
+    if options.new_tokens is not None:
+        work = replace(work, new_tokens=options.new_tokens)
     data = (
         options.data or ROOT / "runs" / ("tiny_data" if options.tiny else "qwen0.5b_data")
     ).absolute()

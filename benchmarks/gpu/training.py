@@ -2,6 +2,7 @@
 matmul rate, memory.
 
     python benchmarks/gpu/training.py [--shape recipes/shapes/qwen2.5-0.5b] [--max-tokens 20480] [--profile]
+    python benchmarks/gpu/training.py --shape recipes/shapes/qwen3-0.6b --row-tokens 16384 --rows 16 --alone
     python benchmarks/gpu/training.py --tiny      a small model on the CPU, to try the script out
 
 Rows of many lengths go through the roles as a run would send them: 4 mini-batches, packed, passes
@@ -10,6 +11,9 @@ all logits in fp32, nothing compiled. Both with random weights; gradients of bot
 those of an fp32 model. Shares count 6 (updates) or 2 (scoring) x parameters x real tokens, and
 causal attention, and are of what an 8192-cubed bf16 product reaches in the same run. Medians of
 --repeats after a first that warms up.
+
+With --row-tokens all rows have this length. With --alone only the actor is measured, without the
+plain way and without its gradients in fp32, which long rows have no memory for.
 """
 
 from __future__ import annotations
@@ -68,6 +72,8 @@ class Setting:
     rows_per_padded_pass: int
     repeats: int
     profile: bool
+    alone: bool
+    """Whether only this side's actor is measured."""
 
     def flops(self, per_param: int) -> float:
         lengths = lengths_of(self.data.batch["input_ids"]).double()
@@ -185,6 +191,9 @@ def measure_actor(setting: Setting, results: Results) -> None:
     results.times.setdefault("compute_log_prob", {})["rolepool"] = measure(
         setting, lambda: actor.compute_log_prob(data)
     )
+    if "old_log_probs" not in data.batch:
+        scored = actor.compute_log_prob(data)
+        data.batch["old_log_probs"] = scored.batch["old_log_probs"]
     keep_first_gradients(actor.trained, results.gradients.setdefault("rolepool", {}))
     results.times.setdefault("update_actor", {})["rolepool"] = measure(
         setting, lambda: actor.update_actor(data)
@@ -357,7 +366,7 @@ def relative_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 
 def show(setting: Setting, results: Results, rate: float) -> None:
-    tokens = int(setting.padded.batch["attention_mask"].sum())
+    tokens = int(lengths_of(setting.data.batch["input_ids"]).sum())
     print(
         f"{len(setting.data)} rows, {tokens} tokens, {setting.shape.num_params / 1e6:.0f}M parameters"
     )
@@ -377,21 +386,21 @@ def show(setting: Setting, results: Results, rate: float) -> None:
     print(f"{'':17}" + "".join(f"{column:>10}" for column in columns))
     for name, sides in results.times.items():
         ours, plain = sides.get("rolepool"), sides.get("plain")
-        if ours is None or plain is None:
+        if ours is None or (plain is None and not setting.alone):
             print(f"{name:17} failed on one side; the other: {sides}")
             continue
         achieved = setting.flops(6 if name.startswith("update") else 2) / ours.median_s
         cells = (
             f"{ours.first_s:.2f}",
             f"{ours.median_s:.3f}",
-            f"{plain.median_s:.3f}",
-            f"{plain.median_s / ours.median_s:.2f}",
+            f"{plain.median_s:.3f}" if plain else "-",
+            f"{plain.median_s / ours.median_s:.2f}" if plain else "-",
             f"{achieved / 1e12:.1f}",
             f"{achieved / rate:.1%}",
             f"{GOALS[name]:.0%}" if name in GOALS else "-",
             f"{ours.peak_bytes / GIB:.1f}",
-            f"{plain.peak_bytes / GIB:.1f}",
-            f"{plain.peak_bytes / ours.peak_bytes:.2f}" if ours.peak_bytes else "-",
+            f"{plain.peak_bytes / GIB:.1f}" if plain else "-",
+            f"{plain.peak_bytes / ours.peak_bytes:.2f}" if plain and ours.peak_bytes else "-",
         )
         print(f"{name:17}" + "".join(f"{cell:>10}" for cell in cells))
     exact = results.gradients.pop("exact", {})
@@ -411,14 +420,16 @@ def make_setting(options: argparse.Namespace, folder: Path) -> Setting:
             AutoConfig.for_model(**content), dtype=torch.bfloat16
         )
     model.save_pretrained(folder)
-    longest = 32 if options.tiny else 512
+    longest = options.row_tokens or (32 if options.tiny else 512)
+    shortest = options.row_tokens or longest // 8
     rows = 16 if options.tiny else options.rows
+    recompute = str(options.recompute).lower()
     config = load_config(
         [],
         [
             f"actor_rollout_ref.model.path={folder}",
-            "actor_rollout_ref.model.enable_gradient_checkpointing=false",
-            "critic.model.enable_gradient_checkpointing=false",
+            f"actor_rollout_ref.model.enable_gradient_checkpointing={recompute}",
+            f"critic.model.enable_gradient_checkpointing={recompute}",
             f"data.train_batch_size={rows}",
             f"data.max_prompt_length={longest // 4}",
             f"data.max_response_length={longest - longest // 4}",
@@ -429,7 +440,7 @@ def make_setting(options: argparse.Namespace, folder: Path) -> Setting:
             f"critic.ppo_max_token_len_per_gpu={options.max_tokens}",
         ],
     ).config
-    data = make_rows(rows, longest // 8, longest, content["vocab_size"])
+    data = make_rows(rows, shortest, longest, content["vocab_size"])
     return Setting(
         model=folder,
         shape=read_shape(str(folder)),
@@ -440,6 +451,7 @@ def make_setting(options: argparse.Namespace, folder: Path) -> Setting:
         rows_per_padded_pass=options.padded_rows,
         repeats=options.repeats,
         profile=options.profile,
+        alone=options.alone,
     )
 
 
@@ -457,6 +469,9 @@ def main() -> int:
     parser.add_argument(
         "--profile", action="store_true", help="also print which kernels take how long"
     )
+    parser.add_argument("--row-tokens", type=int, help="of all rows; default: 64 to 512")
+    parser.add_argument("--recompute", action="store_true", help="activations are not kept")
+    parser.add_argument("--alone", action="store_true", help="only the actor, and no plain way")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
     options = parser.parse_args()
     options.shape = options.shape or ROOT / "recipes" / "shapes" / (
@@ -475,6 +490,8 @@ def main() -> int:
             measure_critic,
             measure_plain_critic,
         ]
+        if setting.alone:
+            steps = [measure_actor]
         for step in steps:
             start_s = time.perf_counter()
             try:
