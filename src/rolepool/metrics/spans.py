@@ -79,7 +79,10 @@ class Span(NamedTuple):
 
     def on_clock(self, ahead_s: float) -> Self:
         """The same span on another clock, if the worker's clock is `ahead_s` ahead of it."""
-        return self._replace(start_s=self.start_s - ahead_s, end_s=self.end_s - ahead_s)
+        return self._replace(
+            start_s=self.start_s - ahead_s,
+            end_s=self.end_s - ahead_s,
+        )
 
 
 @contextmanager
@@ -133,11 +136,17 @@ def may_begin_step(recorded: Recorded) -> bool:
     return recorded.span.pool != DRIVER and recorded.operation not in BETWEEN_STEPS
 
 
+class FirstCall(NamedTuple):
+    """The first call of a step. `min` finds the call with the smallest number."""
+
+    number: int
+    start_s: float
+
+
 def step_bounds(spans: Iterable[Recorded]) -> dict[int, tuple[float, float]]:
     """Start and end of each step. A step starts with its first call. It ends when the next step
     starts; if it is the last step, or a validation or save follows, it ends with its last span."""
-    first_calls: dict[int, tuple[int, float]] = {}
-    """The number and the start of the first call of each step."""
+    first_calls: dict[int, FirstCall] = {}
     ends: dict[int, float] = {}
     paused: set[int] = set()
     for recorded in spans:
@@ -145,15 +154,21 @@ def step_bounds(spans: Iterable[Recorded]) -> dict[int, tuple[float, float]]:
         if operation in BETWEEN_STEPS:
             paused.add(step)
             continue
-        ends[step] = max(ends.get(step, span.end_s), span.end_s)
+        end_s = span.end_s
+        if step in ends:
+            end_s = max(end_s, ends[step])
+        ends[step] = end_s
         if may_begin_step(recorded):
-            call = (span.call, span.start_s)
-            first_calls[step] = min(first_calls.get(step, call), call)
+            call = FirstCall(span.call, span.start_s)
+            if step in first_calls:
+                call = min(call, first_calls[step])
+            first_calls[step] = call
 
     bounds: dict[int, tuple[float, float]] = {}
-    for step, (_, start_s) in sorted(first_calls.items()):
+    for step, first_call in sorted(first_calls.items()):
         end_s = ends[step]
-        if step not in paused and step + 1 in first_calls:
-            _, end_s = first_calls[step + 1]
-        bounds[step] = (start_s, end_s)
+        following = step + 1
+        if step not in paused and following in first_calls:
+            end_s = first_calls[following].start_s
+        bounds[step] = (first_call.start_s, end_s)
     return bounds
