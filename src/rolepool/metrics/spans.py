@@ -125,9 +125,11 @@ def operation_times(spans: Iterable[Recorded]) -> dict[str, float]:
     for _, operation, span in spans:
         call = (operation, span.call)
         slowest_s[call] = max(slowest_s[call], span.duration_s)
+
     times: dict[str, float] = defaultdict(float)
     for (operation, _), seconds in slowest_s.items():
-        times[f"timing_s/{operation}"] += seconds
+        name = f"timing_s/{operation}"
+        times[name] += seconds
     return dict(times)
 
 
