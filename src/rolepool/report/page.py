@@ -47,22 +47,29 @@ PageData = Mapping[str, object]
 def render(run: ReadRun) -> str:
     """The page. `<` is escaped in the data, so that no text in it can end the script element or
     open a comment."""
-    template = Path(__file__).with_name("template.html").read_text(encoding="utf-8")
+    template_file = Path(__file__).with_name("template.html")
+    template = template_file.read_text(encoding="utf-8")
     # The data is read back once: numbers are rounded to six digits, and NaN and infinity, which
     # JSON cannot hold, become null.
     data = json.loads(
         json.dumps(page_data(run)),
-        parse_float=lambda text: float(f"{float(text):.6g}"),
+        parse_float=_rounded,
         parse_constant=lambda _: None,
     )
     text = json.dumps(data, separators=(",", ":"))
-    return template.replace("__DATA__", text.replace("<", "\\u003c"))
+    escaped = text.replace("<", "\\u003c")
+    return template.replace("__DATA__", escaped)
+
+
+def _rounded(number: str) -> float:
+    return float(f"{float(number):.6g}")
 
 
 def page_data(run: ReadRun) -> PageData:
     """Everything on the page. Curves over steps show the whole run; what is about pools, its last
     placement only."""
     last = parts_of(run)[-1]
+    unit = _unit(last)
     # Read before the notes below, which count the lines that could not be read.
     samples = samples_of(run)
     return {
@@ -74,8 +81,8 @@ def page_data(run: ReadRun) -> PageData:
         "metrics": small_charts(run.metrics),
         "events": [event._asdict() for event in run.events],
         "breakdown": _breakdown(run.metrics),
-        "curves": list(_curves(run.metrics, _unit(last))),
-        "unit": _unit(last),
+        "curves": list(_curves(run.metrics, unit)),
+        "unit": unit,
         "usage": _usage(last.monitor),
         "config": _changed_config(run.config),
         **_plan_data(run),
@@ -88,14 +95,19 @@ def _plan_data(run: ReadRun) -> PageData:
     if run.plan is None:
         return {"plan": {}, "placements": []}
     placements = [_placement(part) for part in parts_of(run)]
-    return {"plan": run.plan.model_dump(mode="json")["pools"], "placements": placements}
+    plan = run.plan.model_dump(mode="json")
+    return {"plan": plan["pools"], "placements": placements}
 
 
 def _placement(part: ReadRun) -> PageData:
     """First step, pools and mean seconds of a step of a part of a run that has one plan."""
     (planned,) = part.plans
     step_s = mean_times(measured_steps(part)).get("step")
-    return {"first_step": planned.first_step, "pools": planned.plan.in_words, "step_s": step_s}
+    return {
+        "first_step": planned.first_step,
+        "pools": planned.plan.in_words,
+        "step_s": step_s,
+    }
 
 
 def _spans_data(run: ReadRun, last: ReadRun) -> PageData:
@@ -105,6 +117,7 @@ def _spans_data(run: ReadRun, last: ReadRun) -> PageData:
     bounds = step_bounds(last.spans)
     summary = summarise(grouped, bounds)
     predicted = other_placements(last)
+    findings = find(last, summary, predicted)
     names = set(timed_operations(run.metrics)).difference(BETWEEN_STEPS)
     names.update(recorded.operation for recorded in run.spans)
     operations = in_step_order(names)
@@ -112,7 +125,7 @@ def _spans_data(run: ReadRun, last: ReadRun) -> PageData:
         "operations": operations,
         "colors": colors_for(operations),
         "num_steps": len(bounds),
-        "findings": [finding._asdict() for finding in find(last, summary, predicted)],
+        "findings": [finding._asdict() for finding in findings],
         "windows": windows(grouped, bounds, operations),
         **_averages(summary),
         **_predictions(predicted),
@@ -139,15 +152,14 @@ def _predictions(predicted: Sequence[Prediction]) -> PageData:
     rows = []
     notes: set[str] = set()
     for prediction in predicted:
-        rows.append(
-            (
-                prediction.plan.sizes_in_words,
-                prediction.name,
-                prediction.step_s,
-                prediction.low_s,
-                prediction.high_s,
-            )
+        row = (
+            prediction.plan.sizes_in_words,
+            prediction.name,
+            prediction.step_s,
+            prediction.low_s,
+            prediction.high_s,
         )
+        rows.append(row)
         notes.update(prediction.notes)
     return {"predicted": rows, "not_measured": sorted(notes)}
 
@@ -172,9 +184,10 @@ def _changed_config(config: Mapping[str, object]) -> list[tuple[str, str, str]]:
         default = key.default
         if isinstance(default, str):
             default = re.sub(r"\$\{([^}]+)\}", value_of, default)
-        value = show(value_at(config, path))
-        if value != show(default):
-            changed.append((path, value, show(default)))
+        shown_value = show(value_at(config, path))
+        shown_default = show(default)
+        if shown_value != shown_default:
+            changed.append((path, shown_value, shown_default))
     return changed
 
 
@@ -199,7 +212,8 @@ def _curves(metrics: MetricsByStep, unit: str) -> Iterator[LargeChart]:
                 if fnmatchcase(name, pattern):
                     series[name] = points_of(metrics, name)
         if series:
-            yield chart_of(title.format(unit=unit), "step", series)
+            title_with_unit = title.format(unit=unit)
+            yield chart_of(title_with_unit, "step", series)
 
 
 def _breakdown(metrics: MetricsByStep) -> LargeChart:

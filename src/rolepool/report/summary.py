@@ -66,7 +66,8 @@ def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -
         # The union of two counters has the larger count of each pool.
         num_ranks |= Counter(pool for pool, _ in spans.of_rank)
 
-        for (pool, _), lane in lanes(spans, start_s, end_s).items():
+        lanes_of_ranks = lanes(spans, start_s, end_s)
+        for (pool, _), lane in lanes_of_ranks.items():
             pool_s = pools_s[pool]
             for piece in lane:
                 kind_of_time = (piece.kind, piece.pool, piece.operation)
@@ -75,7 +76,8 @@ def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -
         for link in critical_path(spans, start_s, end_s):
             path_s[link.pool, link.operation] += link.duration_s / count
 
-        saved_s += step_metrics(spans, start_s, end_s)["overlap/saved_s"] / count
+        metrics = step_metrics(spans, start_s, end_s)
+        saved_s += metrics["overlap/saved_s"] / count
 
     return Summary(
         steps=steps,
@@ -91,11 +93,20 @@ def _choose_steps(steps: Sequence[int]) -> list[int]:
     """At most `MAX_STEPS` steps, evenly spaced. The first step is skipped if there are others,
     because it includes the warm-up."""
     candidates = steps[1:] or steps
-    count = min(len(candidates), MAX_STEPS)
-    return [candidates[len(candidates) * index // count] for index in range(count)]
+    num_candidates = len(candidates)
+    count = min(num_candidates, MAX_STEPS)
+    chosen = []
+    for index in range(count):
+        place = num_candidates * index // count
+        chosen.append(candidates[place])
+    return chosen
 
 
 def _mean_step_s(steps: Sequence[int], bounds: Mapping[int, tuple[float, float]]) -> float:
     if not steps:
         return 0.0
-    return fmean(bounds[step][1] - bounds[step][0] for step in steps)
+    durations_s = []
+    for step in steps:
+        start_s, end_s = bounds[step]
+        durations_s.append(end_s - start_s)
+    return fmean(durations_s)
