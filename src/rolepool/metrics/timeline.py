@@ -110,7 +110,8 @@ class Timeline(list[Recorded]):
         self._previous: dict[int, int] = {}
         """Position of the previous span of the same rank, for each span that has one."""
         for rank, positions in self.of_rank.items():
-            self.starts_of_rank[rank] = [self[position].span.start_s for position in positions]
+            starts = [self[position].span.start_s for position in positions]
+            self.starts_of_rank[rank] = starts
             for before, after in pairwise(positions):
                 self._previous[after] = before
 

@@ -249,20 +249,13 @@ class Predictor:
     def _notes(self, config: Config, plan: Plan) -> list[str]:
         """What the profile does not cover. Raises ConfigError if it does not cover the
         tensor-parallel size at all."""
-        recordings = self.profile.recordings
-        parallel = config.at(TENSOR_PARALLEL)
-        measured = {recording.config.at(TENSOR_PARALLEL) for recording in recordings}
-        if parallel not in measured:
-            sizes = ", ".join(map(str, sorted(measured)))
-            problem = f"the profile has measured only {sizes}"
-            raise ConfigError(f"{TENSOR_PARALLEL}={parallel}: {problem}; record a run with it")
-
+        self._check_tensor_parallel(config)
         notes = []
         if not any(rows.live for rows in self.profile.rows.values()):
             what = "the work inside of operations (micro-batches, decode steps, tokens) was not recorded"
             notes.append(f"{what}, so how their time depends on it is assumed")
         notes += self._notes_on_ranks(plan)
-        measured_plans = [recording.plan for recording in recordings]
+        measured_plans = [recording.plan for recording in self.profile.recordings]
         if _most_nodes([plan]) > _most_nodes(measured_plans):
             notes.append("the network between nodes was not measured")
         is_sync_between = plan.roles[Role.Actor] != plan.roles[Role.Rollout]
@@ -272,6 +265,16 @@ class Predictor:
             with_mps = " with MPS" if plan.mps else ""
             notes.append(f"pools that share a GPU{with_mps} were not measured")
         return notes
+
+    def _check_tensor_parallel(self, config: Config) -> None:
+        """Raise ConfigError if no recording has the tensor-parallel size of this config."""
+        recordings = self.profile.recordings
+        measured = {recording.config.at(TENSOR_PARALLEL) for recording in recordings}
+        parallel = config.at(TENSOR_PARALLEL)
+        if parallel not in measured:
+            sizes = ", ".join(map(str, sorted(measured)))
+            problem = f"the profile has measured only {sizes}"
+            raise ConfigError(f"{TENSOR_PARALLEL}={parallel}: {problem}; record a run with it")
 
     def _notes_on_ranks(self, plan: Plan) -> list[str]:
         """What the profile does not cover of the numbers of ranks."""

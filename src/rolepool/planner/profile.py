@@ -155,8 +155,9 @@ class Profile:
         self._fetched_s = 0.0
         self._fetched_bytes = 0
         """The batches that processes fetched from the object store."""
+        has_several = len(self.recordings) > 1
         for recording in self.recordings:
-            if recording.plan.sharing_pools and len(self.recordings) > 1:
+            if recording.plan.sharing_pools and has_several:
                 self.sharing.append(recording)
             else:
                 self._observe(recording)
@@ -164,6 +165,7 @@ class Profile:
             raise ConfigError(
                 "predict: the run has no completed step with spans; give a run folder with some steps"
             )
+
         sharding_times: list[ShardingTime] = []
         for recording in self.recordings:
             sharding_times.extend(recording.sharding)
@@ -171,6 +173,7 @@ class Profile:
         self.costs: dict[tuple[str, str], LinearCost] = {}
         for operation, part in self._measured:
             self.costs[operation, part] = self._fit(operation, part)
+
         self.bytes_per_s = BYTES_PER_S
         if self._fetched_s:
             self.bytes_per_s = self._fetched_bytes / self._fetched_s
@@ -182,8 +185,9 @@ class Profile:
         ranks: set[int] = set()
         for recording in self.recordings[:1]:
             for recorded in recording.spans:
-                if recorded.span.pool == RULE_POOL:
-                    ranks.add(recorded.span.rank)
+                span = recorded.span
+                if span.pool == RULE_POOL:
+                    ranks.add(span.rank)
         return max(1, len(ranks))
 
     def is_measured(self, operation: str) -> bool:
@@ -227,13 +231,20 @@ class Profile:
         used_steps = steps | steps_before
         timeline = Timeline(recorded for recorded in recording.spans if recorded.step in used_steps)
         is_sync_between = _syncs_between_pools(recording)
-        rows = self.rows[_largest_lengths(recording.config)]
+        lengths = _largest_lengths(recording.config)
+        rows = self.rows[lengths]
         calls = _calls_of(timeline, steps, is_sync_between)
         for operation, positions in calls.items():
             if operation.name == SYNC and is_sync_between:
                 self._observe_sync_between(recording, timeline, positions)
-            else:
-                self._observe_call(recording, rows, timeline, operation.name, positions)
+                continue
+            self._observe_call(
+                recording,
+                rows=rows,
+                timeline=timeline,
+                operation=operation.name,
+                positions=positions,
+            )
 
     def _observe_sync_between(
         self,

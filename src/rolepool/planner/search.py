@@ -247,6 +247,18 @@ def _neighbours(
     return combinations
 
 
+def _deciding_group(call: ScheduledCall, groups: Sequence[Group]) -> int | None:
+    """The position of the group whose pool decides how long a call takes; None for the driver and
+    the rule reward, which are in no group."""
+    # The time of a weight sync depends on the pool of the role that is trained.
+    trained = {role for role in call.roles if ROLE_SPECS[role].is_trained}
+    deciding_roles = trained or call.roles
+    for number, group in enumerate(groups):
+        if deciding_roles.intersection(group):
+            return number
+    return None
+
+
 class _Simulator:
     """Simulates many sizes of groups of roles at once. The times of calls are computed only once
     for each group and size of its pool."""
@@ -283,17 +295,14 @@ class _Simulator:
 
     def _seconds(self, call: ScheduledCall, groups: Sequence[Group], sizes: Sizes) -> Times:
         """The time of a call for each row of sizes."""
-        # The time of a weight sync depends on the pool of the role that is trained.
-        trained = {role for role in call.roles if ROLE_SPECS[role].is_trained}
-        deciding = trained or call.roles
-        # The driver and the rule reward are in no group, so no size changes their time.
-        group: Group = ()
-        group_sizes: Sizes = np.zeros(len(sizes), dtype=int)
-        for number, candidate in enumerate(groups):
-            if deciding.intersection(candidate):
-                group = candidate
-                group_sizes = sizes[:, number]
-                break
+        number = _deciding_group(call, groups)
+        if number is not None:
+            group = groups[number]
+            group_sizes = sizes[:, number]
+        else:
+            # No size of a pool changes the time of the driver and of the rule reward.
+            group = ()
+            group_sizes = np.zeros(len(sizes), dtype=int)
         is_whole = call.roles.issubset(group)
         different, index = np.unique(group_sizes, return_inverse=True)
         seconds = []

@@ -68,13 +68,14 @@ class Simulated(NamedTuple, Generic[Duration]):
         begin, end = self._bounds
         begin_s = self.starts[begin]
         end_s = self.starts[end]
+        step_s = end_s - begin_s
         busy: dict[str, float] = defaultdict(float)
         for position, call in enumerate(self.calls):
             since_s = max(self.starts[position], begin_s)
             until_s = min(self.ends[position], end_s)
             inside_s = max(0.0, until_s - since_s)
             for pool in call.pools:
-                busy[pool] += inside_s / self.step_s
+                busy[pool] += inside_s / step_s
         return dict(busy)
 
     @property

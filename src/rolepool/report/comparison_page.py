@@ -26,7 +26,7 @@ from rolepool.report.compare import (
     measured_steps,
     with_unit,
 )
-from rolepool.report.curves import Bins, binned
+from rolepool.report.curves import Bins, Point, Points, binned
 from rolepool.report.metrics_by_step import (
     REWARD,
     TIMING,
@@ -55,7 +55,8 @@ TEMPLATES = Environment(
     loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True
 )
 
-Points = Sequence[tuple[float, float]]
+Tick = tuple[float, str]
+"""The place of a tick on an axis, and its text."""
 
 
 class Curve(NamedTuple):
@@ -64,7 +65,7 @@ class Curve(NamedTuple):
     run: str
     place: int
     """Its place among all runs, which decides its colour."""
-    path: list[tuple[float, float]]
+    path: list[Point]
     """Points in the chart's own units."""
 
 
@@ -73,8 +74,8 @@ class Chart(NamedTuple):
 
     title: str
     curves: list[Curve]
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
 
 
 def render_comparison(runs: Mapping[str, ReadRun], lines: Sequence[Line]) -> str:
@@ -222,7 +223,7 @@ def _charts_of_metric(
         yield _chart(f"{title} by time", by_time, _time_ticks)
 
 
-def _by_time(metrics: MetricsByStep, values: Mapping[int, float]) -> list[tuple[float, float]]:
+def _by_time(metrics: MetricsByStep, values: Mapping[int, float]) -> list[Point]:
     """The values against the time of all steps until then, without validations and checkpoints."""
     times_s = finite_values(metrics, f"{TIMING}step")
     all_steps = times_s.keys() | values.keys()
@@ -238,7 +239,7 @@ def _by_time(metrics: MetricsByStep, values: Mapping[int, float]) -> list[tuple[
 def _chart(
     title: str,
     points_of: Mapping[str, Points],
-    ticks_of: Callable[[float, float], list[tuple[float, str]]],
+    ticks_of: Callable[[float, float], list[Tick]],
 ) -> Chart:
     """One line for each run, in bins if a run is long."""
     lines: dict[str, Bins] = {}
@@ -314,7 +315,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def _step_ticks(first: float, last: float) -> list[tuple[float, str]]:
+def _step_ticks(first: float, last: float) -> list[Tick]:
     whole_numbers = []
     for at in ticks(first, last, NUM_TICKS):
         if at == int(at):
@@ -322,7 +323,7 @@ def _step_ticks(first: float, last: float) -> list[tuple[float, str]]:
     return whole_numbers
 
 
-def _time_ticks(first: float, last: float) -> list[tuple[float, str]]:
+def _time_ticks(first: float, last: float) -> list[Tick]:
     """Times with a unit that fits the longest one."""
     unit = "s"
     size = 1.0

@@ -103,6 +103,7 @@ def _unwrapped(parts: Iterable[str]) -> list[str]:
         lines += COLOR_CODE.sub("", part).splitlines()
     width = max(map(len, lines), default=0)
     text = "\n".join(["", *lines])
+    # The end of a line of the full width, before what continues it.
     cut = re.compile(rf"(?<=\n.{{{width}}})\n{REST}")
     return cut.sub("", text).splitlines()
 

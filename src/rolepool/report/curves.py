@@ -17,7 +17,9 @@ MAX_SMALL_POINTS = 120
 """Points of a line in a small chart."""
 MAX_SMALL_CHARTS = 400
 
-Points = Sequence[tuple[float, float]]
+Point = tuple[float, float]
+"""A step or a time, and a value."""
+Points = Sequence[Point]
 
 
 class Bins(TypedDict):
@@ -99,9 +101,9 @@ def chart_of(title: str, x_label: str, series: Mapping[str, Points]) -> LargeCha
     return {"title": title, "x_label": x_label, "series": lines}
 
 
-def points_of(metrics: MetricsByStep, name: str) -> list[tuple[float, float]]:
+def points_of(metrics: MetricsByStep, name: str) -> list[Point]:
     """Step and value of a metric, for all steps that have it."""
-    points: list[tuple[float, float]] = []
+    points: list[Point] = []
     for step, row in metrics.items():
         if name in row:
             points.append((step, row[name]))

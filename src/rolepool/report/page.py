@@ -18,7 +18,7 @@ from rolepool.metrics.sampling import Sample, pool_use
 from rolepool.metrics.spans import BETWEEN_STEPS, step_bounds
 from rolepool.planner.predict import Prediction
 from rolepool.report.compare import measured_steps
-from rolepool.report.curves import LargeChart, chart_of, points_of, small_charts
+from rolepool.report.curves import LargeChart, Point, chart_of, points_of, small_charts
 from rolepool.report.findings import find
 from rolepool.report.metrics_by_step import (
     REWARD,
@@ -220,7 +220,7 @@ def _breakdown(metrics: MetricsByStep) -> LargeChart:
     """Seconds of the step, and of each operation in it. The step is shorter than their sum if
     operations overlap. Validation and saving are not part of a step."""
     steps = timed_steps(metrics)
-    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    times: dict[str, list[Point]] = defaultdict(list)
     for name in ("step", *timed_operations(steps)):
         if name in BETWEEN_STEPS:
             continue
@@ -233,8 +233,8 @@ def _breakdown(metrics: MetricsByStep) -> LargeChart:
 
 def _usage(monitor: Sequence[Sample]) -> list[LargeChart]:
     """Utilization and memory of pools over time."""
-    utilization: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    memory: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    utilization: dict[str, list[Point]] = defaultdict(list)
+    memory: dict[str, list[Point]] = defaultdict(list)
     for sample in monitor:
         seconds = sample["time_s"] - monitor[0]["time_s"]
         for pool, use in pool_use(sample).items():

@@ -73,8 +73,8 @@ def _figures(logs: Mapping[str, MetricsByStep], metrics: Sequence[str]) -> dict[
     for name, patterns in TABLES.figures.items():
         units: dict[str, str] = {}
         for pattern, unit in patterns.items():
-            matching = fnmatch.filter(metrics, pattern)
-            units.update(dict.fromkeys(matching, unit))
+            for metric in fnmatch.filter(metrics, pattern):
+                units[metric] = unit
         figures[name] = _small_multiples(logs, units)
 
     means = {log: mean_times(rows) for log, rows in logs.items()}

@@ -202,8 +202,8 @@ def signature_of(folder: Path) -> Signature:
     files = []
     for file in os.scandir(folder):
         if file.name in READ_FILES and file.is_file():
-            state = file.stat()
-            files.append((file.name, state.st_mtime_ns, state.st_size))
+            status = file.stat()
+            files.append((file.name, status.st_mtime_ns, status.st_size))
     return tuple(sorted(files))
 
 

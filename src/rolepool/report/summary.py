@@ -15,6 +15,11 @@ MAX_STEPS = 200
 """Steps over which averages are computed."""
 
 SpansByStep = Mapping[int, Sequence[Recorded]]
+KindOfTime = tuple[str, str, str]
+"""A kind of time ("busy" or a kind of wait), and the pool and operation that a rank worked on or
+waited for."""
+Link = tuple[str, str]
+"""A pool and an operation on the critical path; two empty names for hand-overs between calls."""
 
 
 class Summary(NamedTuple):
@@ -24,12 +29,10 @@ class Summary(NamedTuple):
     step_s: float
     num_ranks: Mapping[str, int]
     """Ranks of each pool."""
-    pools_s: dict[str, dict[tuple[str, str, str], float]]
-    """Where each pool's time went: seconds per step, averaged over its ranks, by kind ("busy" or a
-    kind of wait), and the pool and operation that it worked on or waited for."""
-    path_s: dict[tuple[str, str], float]
-    """Seconds of the critical path per step, by pool and operation; hand-overs between calls have
-    two empty names."""
+    pools_s: dict[str, dict[KindOfTime, float]]
+    """Where each pool's time went: seconds per step, averaged over its ranks."""
+    path_s: dict[Link, float]
+    """Seconds of the critical path per step."""
     saved_s: float
 
 
@@ -56,8 +59,8 @@ def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -
     steps = _choose_steps(sorted(bounds))
     count = len(steps)
     num_ranks: Counter[str] = Counter()
-    pools_s: dict[str, dict[tuple[str, str, str], float]] = defaultdict(lambda: defaultdict(float))
-    path_s: dict[tuple[str, str], float] = defaultdict(float)
+    pools_s: dict[str, dict[KindOfTime, float]] = defaultdict(lambda: defaultdict(float))
+    path_s: dict[Link, float] = defaultdict(float)
     saved_s = 0.0
 
     for step in steps:
@@ -73,8 +76,9 @@ def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -
                 kind_of_time = (piece.kind, piece.pool, piece.operation)
                 pool_s[kind_of_time] += piece.duration_s / num_ranks[pool] / count
 
-        for link in critical_path(spans, start_s, end_s):
-            path_s[link.pool, link.operation] += link.duration_s / count
+        for piece in critical_path(spans, start_s, end_s):
+            link = (piece.pool, piece.operation)
+            path_s[link] += piece.duration_s / count
 
         metrics = step_metrics(spans, start_s, end_s)
         saved_s += metrics["overlap/saved_s"] / count
