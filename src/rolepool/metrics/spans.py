@@ -138,17 +138,11 @@ def may_begin_step(recorded: Recorded) -> bool:
     return recorded.span.pool != DRIVER and recorded.operation not in BETWEEN_STEPS
 
 
-class FirstCall(NamedTuple):
-    """The first call of a step. `min` finds the call with the smallest number."""
-
-    number: int
-    start_s: float
-
-
 def step_bounds(spans: Iterable[Recorded]) -> dict[int, tuple[float, float]]:
     """Start and end of each step. A step starts with its first call. It ends when the next step
     starts; if it is the last step, or a validation or save follows, it ends with its last span."""
-    first_calls: dict[int, FirstCall] = {}
+    first_calls: dict[int, tuple[int, float]] = {}
+    """The number and the start of the first call of each step."""
     ends: dict[int, float] = {}
     paused: set[int] = set()
     for recorded in spans:
@@ -161,16 +155,15 @@ def step_bounds(spans: Iterable[Recorded]) -> dict[int, tuple[float, float]]:
             end_s = max(end_s, ends[step])
         ends[step] = end_s
         if may_begin_step(recorded):
-            call = FirstCall(span.call, span.start_s)
-            if step in first_calls:
-                call = min(call, first_calls[step])
-            first_calls[step] = call
+            call = (span.call, span.start_s)
+            if step not in first_calls or call < first_calls[step]:
+                first_calls[step] = call
 
     bounds: dict[int, tuple[float, float]] = {}
-    for step, first_call in sorted(first_calls.items()):
+    for step, (_, start_s) in sorted(first_calls.items()):
         end_s = ends[step]
         following = step + 1
         if step not in paused and following in first_calls:
-            end_s = first_calls[following].start_s
-        bounds[step] = (first_call.start_s, end_s)
+            _, end_s = first_calls[following]
+        bounds[step] = (start_s, end_s)
     return bounds

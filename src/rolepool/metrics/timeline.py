@@ -66,6 +66,8 @@ class Ended(NamedTuple):
     end_s: float
 
 
+_UNKNOWN = Ended(NONE, float("-inf"))
+"""Stands for what a span waited for if that is not known."""
 _end = attrgetter("end_s")
 
 
@@ -76,13 +78,6 @@ because a resumed run numbers its calls from 0 again."""
 
 def _start_and_end(recorded: Recorded) -> tuple[float, float]:
     return recorded.span.start_s, recorded.span.end_s
-
-
-class FirstSpan(NamedTuple):
-    """The first span of a call. `min` finds the one of the call with the smallest number."""
-
-    call: int
-    position: int
 
 
 class Timeline(list[Recorded]):
@@ -140,19 +135,18 @@ class Timeline(list[Recorded]):
 
     def _find_step_begins(self, of_call: Mapping[CallKey, Sequence[int]]) -> dict[float, int]:
         """A step begins with its first call, and this one with its first span."""
-        first_spans: dict[int, FirstSpan] = {}
+        first_calls: dict[int, tuple[int, int]] = {}
+        """The number of the first call of each step, and the position of its first span."""
         for (number, _, step, _), positions in of_call.items():
             first_position = positions[0]
             if not may_begin_step(self[first_position]):
                 continue
-            first_span = FirstSpan(number, first_position)
-            if step in first_spans:
-                first_span = min(first_span, first_spans[step])
-            first_spans[step] = first_span
+            call = (number, first_position)
+            if step not in first_calls or call < first_calls[step]:
+                first_calls[step] = call
 
         begins: dict[float, int] = {}
-        for first_span in first_spans.values():
-            position = first_span.position
+        for _, position in first_calls.values():
             start_s = self[position].span.start_s
             # If several steps begin at the same time, the first one counts.
             begins.setdefault(start_s, position)
@@ -181,21 +175,11 @@ class Timeline(list[Recorded]):
                 cause_s = until_s
             seen.add((cause, cause_s))
             if began_s < time_s:
-                yield Interval(
-                    kind="work",
-                    pool=span.pool,
-                    operation=operation,
-                    start_s=max(began_s, until_s),
-                    end_s=time_s,
-                )
+                work_start_s = max(began_s, until_s)
+                yield Interval("work", span.pool, operation, work_start_s, time_s)
             if cause_s < began_s and until_s < began_s:
-                yield Interval(
-                    kind="hand-over",
-                    pool="",
-                    operation="",
-                    start_s=max(cause_s, until_s),
-                    end_s=began_s,
-                )
+                hand_over_start_s = max(cause_s, until_s)
+                yield Interval("hand-over", "", "", hand_over_start_s, began_s)
             if cause == NONE:
                 return
             position = cause
@@ -209,8 +193,7 @@ class Timeline(list[Recorded]):
     def _cause(self, position: int, time_s: float) -> Cause:
         """Why a span that was running at `time_s` did not start to work earlier."""
         span = self[position].span
-        unknown = Ended(NONE, float("-inf"))
-        ended = [unknown, *self._inputs_before(position, time_s)]
+        ended = [_UNKNOWN, *self._inputs_before(position, time_s)]
         latest = max(ended, key=_end)
         if latest.end_s >= span.start_s:
             return Cause(

@@ -62,6 +62,7 @@ def render(run: ReadRun) -> str:
 
 
 def _rounded(number: str) -> float:
+    """A number in JSON, rounded to six digits."""
     return float(f"{float(number):.6g}")
 
 
