@@ -17,7 +17,10 @@ def console_line(step: int, metrics: Mapping[str, float]) -> str:
 def validation_score(metrics: Mapping[str, float]) -> float | None:
     """The mean score over the data sources of a validation; None if the row has none. Names may be
     those of `validation_metrics`, of older runs (without `@N`), or of verl."""
-    means = [value for name, value in metrics.items() if VALIDATION_MEAN.fullmatch(name)]
+    means = []
+    for name, value in metrics.items():
+        if VALIDATION_MEAN.fullmatch(name):
+            means.append(value)
     if not means:
         return None
     return sum(means) / len(means)
@@ -33,7 +36,11 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
         start = len(values) * column // width
         end = len(values) * (column + 1) // width
         group = values[start:end]
-        if group:
-            share = (sum(group) / len(group) - low) / (high - low)
-            bars.append(BARS[min(len(BARS) - 1, int(share * len(BARS)))])
+        if not group:  # there are fewer values than columns
+            continue
+        mean = sum(group) / len(group)
+        share = (mean - low) / (high - low)
+        height = int(share * len(BARS))
+        highest = len(BARS) - 1
+        bars.append(BARS[min(highest, height)])
     return "".join(bars)

@@ -159,14 +159,16 @@ class RunFolder:
         for file, (kept, later) in divided_files.items():
             if later:
                 aside.mkdir(parents=True, exist_ok=True)
-                (aside / file.name).write_bytes(later)
+                moved_file = aside / file.name
+                moved_file.write_bytes(later)
                 with atomic_path(file) as temporary:
                     temporary.write_bytes(kept)
         if not aside.exists():
             return None
         # If the run resumes, its config and plan were not moved.
         for path in self._existing_files(("config.yaml", "plan.json")):
-            (aside / path.name).write_bytes(path.read_bytes())
+            copy = aside / path.name
+            copy.write_bytes(path.read_bytes())
         return aside
 
     def _next_earlier_folder(self) -> Path:
@@ -191,23 +193,33 @@ class RunFolder:
     def write(self, name: str, text: str) -> None:
         write_atomically(self.path / name, [text])
 
-    def add_plan(self, first_step: int, plan: Plan, schedule: Schedule | None = None) -> None:
+    def add_plan(
+        self,
+        first_step: int,
+        plan: Plan,
+        schedule: Schedule | None = None,
+    ) -> None:
         """Write to plan.json that the plan holds from this step on. Plans of later steps are
         removed."""
-        plans: list[PlannedSteps] = []
+        earlier: list[PlannedSteps] = []
         with suppress(OSError, ValueError):  # there is none, or it is damaged
             text = read_small(self.path / "plan.json")
             history = PlanHistory.model_validate_json(text)
-            plans = [planned for planned in history.plans if planned.first_step < first_step]
-        if plans and plans[-1].plan == plan:
+            for planned in history.plans:
+                if planned.first_step < first_step:
+                    earlier.append(planned)
+        if earlier and earlier[-1].plan == plan:
             # A run that resumes with the same placement has not moved.
-            first_step = plans.pop().first_step
-        plans.append(PlannedSteps(first_step, plan, schedule))
-        text_of_all = PlanHistory(plans=plans).model_dump_json(indent=2)
-        self.write("plan.json", text_of_all)
+            last = earlier.pop()
+            first_step = last.first_step
+        newest = PlannedSteps(first_step, plan, schedule)
+        new_history = PlanHistory(plans=[*earlier, newest])
+        new_text = new_history.model_dump_json(indent=2)
+        self.write("plan.json", new_text)
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._append("metrics.jsonl", [json.dumps({"step": step, **metrics})])
+        row = json.dumps({"step": step, **metrics})
+        self._append("metrics.jsonl", [row])
         self._append("train.log", [console_line(step, metrics)])
 
     def add_event(
@@ -222,17 +234,27 @@ class RunFolder:
         """Record that something died in a step, or that the run moved before it, how long the run
         did not train, and which pools have new processes. `steps` are `repeated_from_step` of a
         restart, and `after_step` of a move."""
-        event = {"what": what, **steps, "seconds": round(seconds, 1), "pools": list(pools)}
-        self._append("metrics.jsonl", [json.dumps({"step": step, kind: event})])
+        event = {
+            "what": what,
+            **steps,
+            "seconds": round(seconds, 1),
+            "pools": list(pools),
+        }
+        row = json.dumps({"step": step, kind: event})
+        self._append("metrics.jsonl", [row])
 
     def add_spans(self, recorded: Iterable[Recorded]) -> None:
         lines = []
         for step, operation, span in recorded:
-            lines.append(json.dumps({"step": step, "operation": operation, **span._asdict()}))
+            row = {"step": step, "operation": operation, **span._asdict()}
+            lines.append(json.dumps(row))
         self._append("spans.jsonl", lines)
 
     def add_samples(
-        self, step: int, samples: Iterable[Mapping[str, object]], folder: str = "validation"
+        self,
+        step: int,
+        samples: Iterable[Mapping[str, object]],
+        folder: str = "validation",
     ) -> None:
         """What a validation, or a training step, generated, one row for each response."""
         (self.path / folder).mkdir(exist_ok=True)
@@ -244,15 +266,20 @@ class RunFolder:
         self._append("monitor.jsonl", map(json.dumps, samples))
 
     def _existing_files(self, names: Iterable[str] = RUN_FILES) -> list[Path]:
-        paths = [self.path / name for name in names]
-        return [path for path in paths if path.exists()]
+        existing = []
+        for name in names:
+            path = self.path / name
+            if path.exists():
+                existing.append(path)
+        return existing
 
     def _append(self, name: str, lines: Iterable[str]) -> None:
         text = "".join(f"{line}\n" for line in lines)
+        path = self.path / name
         what = f"trainer.default_local_dir={self.path}: {name} cannot be written"
         with (
             explained(what, "fix it and resume"),
-            (self.path / name).open("a", encoding="utf-8") as file,
+            path.open("a", encoding="utf-8") as file,
         ):
             file.write(text)
 
@@ -268,13 +295,19 @@ SAMPLE_NAMES = {"prompt": "input", "response": "output", "ground_truth": "gts"}
 
 
 def write_samples(
-    key: str, folder: str, step: int, samples: Iterable[Mapping[str, object]]
+    key: str,
+    folder: str,
+    step: int,
+    samples: Iterable[Mapping[str, object]],
 ) -> None:
     """Write all samples of a step or validation to STEP.jsonl, in the folder that a key names."""
     path = Path(folder).expanduser() / f"{step}.jsonl"
     lines = []
     for sample in samples:
-        row = {SAMPLE_NAMES.get(name, name): value for name, value in sample.items()}
+        row: dict[str, object] = {}
+        for name, value in sample.items():
+            name_in_file = SAMPLE_NAMES.get(name, name)
+            row[name_in_file] = value
         row["step"] = step
         lines.append(json.dumps(row, default=str) + "\n")
     with explained(f"{key}={folder}: {path.name} cannot be written", "fix it and resume"):

@@ -59,15 +59,21 @@ def event_kind(line: bytes) -> str | None:
 
 
 def event_lines(folder: Path, kind: str) -> list[bytes]:
-    lines = last_lines(folder / "metrics.jsonl", TAIL_BYTES)
-    return [line for line in lines if event_kind(line) == kind and line.endswith(b"\n")]
+    """The newest complete rows of metrics.jsonl about events of this kind."""
+    lines = []
+    for line in last_lines(folder / "metrics.jsonl", TAIL_BYTES):
+        is_complete = line.endswith(b"\n")
+        if is_complete and event_kind(line) == kind:
+            lines.append(line)
+    return lines
 
 
 def newest_validation(folder: Path) -> list[bytes]:
     """The newest row of metrics.jsonl that has scores of a validation, if there is one."""
     newest: list[bytes] = []
     for line in last_lines(folder / "metrics.jsonl", TAIL_BYTES):
-        if b'"val-core/' in line and line.endswith(b"\n"):
+        is_complete = line.endswith(b"\n")
+        if is_complete and b'"val-core/' in line:
             newest = [line]
     return newest
 
@@ -88,8 +94,10 @@ def divided(file: Path, step: int) -> tuple[bytes, bytes]:
     kept: list[bytes] = []
     later: list[bytes] = []
     for line in file.read_bytes().splitlines():
-        if step_of(line) <= step or event_kind(line) == "restart":
-            kept.append(line + b"\n")
+        whole_line = line + b"\n"
+        is_kept = step_of(line) <= step or event_kind(line) == "restart"
+        if is_kept:
+            kept.append(whole_line)
         else:
-            later.append(line + b"\n")
+            later.append(whole_line)
     return b"".join(kept), b"".join(later)

@@ -105,7 +105,10 @@ class NodeMonitor:
     """
 
     def __init__(
-        self, node: str, watched: Sequence[Watched], roles: Mapping[str, list[str]]
+        self,
+        node: str,
+        watched: Sequence[Watched],
+        roles: Mapping[str, list[str]],
     ) -> None:
         self._node = node
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
@@ -115,12 +118,15 @@ class NodeMonitor:
     def watch(self, watched: Sequence[Watched], roles: Mapping[str, list[str]]) -> None:
         """Sample these processes from now on."""
         processes: dict[Watched, psutil.Process] = {}
+        gpu_indices: set[int] = set()
         for member in watched:
+            if member.gpu is not None:
+                gpu_indices.add(member.gpu)
             if psutil.pid_exists(member.pid):
                 process = psutil.Process(member.pid)
                 process.cpu_percent()  # the next call measures from here
                 processes[member] = process
-        self._gpus = _handles({member.gpu for member in watched if member.gpu is not None})
+        self._gpus = _handles(gpu_indices)
         self._roles = roles
         self._processes = processes
 
@@ -198,32 +204,44 @@ class PoolUse(NamedTuple):
     """The memory of the GPU, or of the process, that uses the most."""
 
 
+class _Uses:
+    """What the GPUs, or the processes, of each pool use."""
+
+    def __init__(self) -> None:
+        self.percents: dict[str, list[float]] = defaultdict(list)
+        self.num_bytes: dict[str, list[int]] = defaultdict(list)
+
+    def by_pool(self) -> dict[str, PoolUse]:
+        uses: dict[str, PoolUse] = {}
+        for pool, percents in self.percents.items():
+            most_bytes = max(self.num_bytes[pool])
+            uses[pool] = PoolUse(
+                percent=fmean(percents),
+                memory_gib=most_bytes / 2**30,
+            )
+        return uses
+
+
 def pool_use(sample: Sample) -> dict[str, PoolUse]:
     """What each pool uses: its GPUs, or its processes if it has no GPU."""
-    of_gpus: dict[str, list[GpuSample]] = defaultdict(list)
+    of_processes = _Uses()
+    for process in sample["processes"]:
+        pool = process["pool"]
+        of_processes.percents[pool].append(process["cpu_percent"])
+        of_processes.num_bytes[pool].append(process["memory_bytes"])
+    of_gpus = _Uses()
     for gpu in sample["gpus"]:
         for pool in gpu["pools"]:
-            of_gpus[pool].append(gpu)
-    of_processes: dict[str, list[ProcessSample]] = defaultdict(list)
-    for process in sample["processes"]:
-        of_processes[process["pool"]].append(process)
-
-    uses: dict[str, PoolUse] = {}
-    for pool, processes in of_processes.items():
-        percent = fmean(process["cpu_percent"] for process in processes)
-        num_bytes = max(process["memory_bytes"] for process in processes)
-        uses[pool] = PoolUse(percent, num_bytes / 2**30)
-    for pool, gpus in of_gpus.items():
-        percent = fmean(gpu["utilization"] for gpu in gpus)
-        num_bytes = max(gpu["memory_bytes"] for gpu in gpus)
-        uses[pool] = PoolUse(percent, num_bytes / 2**30)
-    return uses
+            of_gpus.percents[pool].append(gpu["utilization"])
+            of_gpus.num_bytes[pool].append(gpu["memory_bytes"])
+    return {**of_processes.by_pool(), **of_gpus.by_pool()}
 
 
 def pool_utilization(samples: Iterable[Sample]) -> dict[str, float]:
     """`pool/NAME/utilization` in percent."""
-    percents = defaultdict(list)
+    percents: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         for pool, use in pool_use(sample).items():
-            percents[f"pool/{pool}/utilization"].append(use.percent)
+            name = f"pool/{pool}/utilization"
+            percents[name].append(use.percent)
     return {name: fmean(values) for name, values in percents.items()}

@@ -79,7 +79,10 @@ class Span(NamedTuple):
 
     def on_clock(self, ahead_s: float) -> Self:
         """The same span on another clock, if the worker's clock is `ahead_s` ahead of it."""
-        return self._replace(start_s=self.start_s - ahead_s, end_s=self.end_s - ahead_s)
+        return self._replace(
+            start_s=self.start_s - ahead_s,
+            end_s=self.end_s - ahead_s,
+        )
 
 
 @contextmanager
@@ -122,9 +125,11 @@ def operation_times(spans: Iterable[Recorded]) -> dict[str, float]:
     for _, operation, span in spans:
         call = (operation, span.call)
         slowest_s[call] = max(slowest_s[call], span.duration_s)
+
     times: dict[str, float] = defaultdict(float)
     for (operation, _), seconds in slowest_s.items():
-        times[f"timing_s/{operation}"] += seconds
+        name = f"timing_s/{operation}"
+        times[name] += seconds
     return dict(times)
 
 
@@ -145,15 +150,20 @@ def step_bounds(spans: Iterable[Recorded]) -> dict[int, tuple[float, float]]:
         if operation in BETWEEN_STEPS:
             paused.add(step)
             continue
-        ends[step] = max(ends.get(step, span.end_s), span.end_s)
+        end_s = span.end_s
+        if step in ends:
+            end_s = max(end_s, ends[step])
+        ends[step] = end_s
         if may_begin_step(recorded):
             call = (span.call, span.start_s)
-            first_calls[step] = min(first_calls.get(step, call), call)
+            if step not in first_calls or call < first_calls[step]:
+                first_calls[step] = call
 
     bounds: dict[int, tuple[float, float]] = {}
     for step, (_, start_s) in sorted(first_calls.items()):
         end_s = ends[step]
-        if step not in paused and step + 1 in first_calls:
-            _, end_s = first_calls[step + 1]
+        following = step + 1
+        if step not in paused and following in first_calls:
+            _, end_s = first_calls[following]
         bounds[step] = (start_s, end_s)
     return bounds

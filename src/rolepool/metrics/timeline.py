@@ -66,6 +66,8 @@ class Ended(NamedTuple):
     end_s: float
 
 
+_UNKNOWN = Ended(NONE, float("-inf"))
+"""Stands for what a span waited for if that is not known."""
 _end = attrgetter("end_s")
 
 
@@ -87,12 +89,15 @@ class Timeline(list[Recorded]):
     """
 
     def __init__(self, spans: Iterable[Recorded]) -> None:
-        super().__init__(sorted(spans, key=_start_and_end))
+        in_order = sorted(spans, key=_start_and_end)
+        super().__init__(in_order)
         of_rank: dict[Rank, list[int]] = defaultdict(list)
         of_call: dict[CallKey, list[int]] = defaultdict(list)
         for position, (step, operation, span) in enumerate(self):
-            of_rank[span.pool, span.rank].append(position)
-            of_call[span.call, span.pool, step, operation].append(position)
+            rank = (span.pool, span.rank)
+            call = (span.call, span.pool, step, operation)
+            of_rank[rank].append(position)
+            of_call[call].append(position)
 
         self.of_rank = dict(sorted(of_rank.items()))
         """Positions of the spans of each pool and rank."""
@@ -100,7 +105,8 @@ class Timeline(list[Recorded]):
         self._previous: dict[int, int] = {}
         """Position of the previous span of the same rank, for each span that has one."""
         for rank, positions in self.of_rank.items():
-            self.starts_of_rank[rank] = [self[position].span.start_s for position in positions]
+            starts = [self[position].span.start_s for position in positions]
+            self.starts_of_rank[rank] = starts
             for before, after in pairwise(positions):
                 self._previous[after] = before
 
@@ -109,26 +115,41 @@ class Timeline(list[Recorded]):
         self._slowest: dict[int, list[int]] = defaultdict(list)
         """Positions of the slowest spans by call number; after a resume, several calls have the
         same number."""
-        for (number, pool, _, _), positions in of_call.items():
-            slowest = max(positions, key=lambda position: self[position].span.end_s)
-            for position in positions:
-                self.call_ends_s[position] = self[slowest].span.end_s
-            if pool != DRIVER:
-                self._slowest[number].append(slowest)
+        self._find_slowest(of_call)
         self.step_begins = self._find_step_begins(of_call)
         """Position of the span with which each step begins, by its start."""
+
+    def _find_slowest(self, of_call: Mapping[CallKey, Sequence[int]]) -> None:
+        """Fill `call_ends_s` and `_slowest`."""
+
+        def end_s_of(position: int) -> float:
+            return self[position].span.end_s
+
+        for (number, pool, _, _), positions in of_call.items():
+            slowest = max(positions, key=end_s_of)
+            call_end_s = end_s_of(slowest)
+            for position in positions:
+                self.call_ends_s[position] = call_end_s
+            if pool != DRIVER:
+                self._slowest[number].append(slowest)
 
     def _find_step_begins(self, of_call: Mapping[CallKey, Sequence[int]]) -> dict[float, int]:
         """A step begins with its first call, and this one with its first span."""
         first_calls: dict[int, tuple[int, int]] = {}
         """The number of the first call of each step, and the position of its first span."""
         for (number, _, step, _), positions in of_call.items():
-            if may_begin_step(self[positions[0]]):
-                call = (number, positions[0])
-                first_calls[step] = min(first_calls.get(step, call), call)
+            first_position = positions[0]
+            if not may_begin_step(self[first_position]):
+                continue
+            call = (number, first_position)
+            if step not in first_calls or call < first_calls[step]:
+                first_calls[step] = call
+
         begins: dict[float, int] = {}
         for _, position in first_calls.values():
-            begins.setdefault(self[position].span.start_s, position)
+            start_s = self[position].span.start_s
+            # If several steps begin at the same time, the first one counts.
+            begins.setdefault(start_s, position)
         return begins
 
     def inputs_of(self, position: int) -> Iterator[int]:
@@ -136,7 +157,8 @@ class Timeline(list[Recorded]):
         span."""
         span = self[position].span
         for call in span.after:
-            for slowest in reversed(self._slowest.get(call, ())):
+            newest_first = reversed(self._slowest.get(call, ()))
+            for slowest in newest_first:
                 if self[slowest].span.start_s <= span.end_s:
                     # Earlier ones with this number are from before a resume.
                     yield slowest
@@ -153,9 +175,11 @@ class Timeline(list[Recorded]):
                 cause_s = until_s
             seen.add((cause, cause_s))
             if began_s < time_s:
-                yield Interval("work", span.pool, operation, max(began_s, until_s), time_s)
+                work_start_s = max(began_s, until_s)
+                yield Interval("work", span.pool, operation, work_start_s, time_s)
             if cause_s < began_s and until_s < began_s:
-                yield Interval("hand-over", "", "", max(cause_s, until_s), began_s)
+                hand_over_start_s = max(cause_s, until_s)
+                yield Interval("hand-over", "", "", hand_over_start_s, began_s)
             if cause == NONE:
                 return
             position = cause
@@ -169,18 +193,27 @@ class Timeline(list[Recorded]):
     def _cause(self, position: int, time_s: float) -> Cause:
         """Why a span that was running at `time_s` did not start to work earlier."""
         span = self[position].span
-        ended = [Ended(NONE, float("-inf")), *self._inputs_before(position, time_s)]
+        ended = [_UNKNOWN, *self._inputs_before(position, time_s)]
         latest = max(ended, key=_end)
         if latest.end_s >= span.start_s:
-            return Cause(began_s=latest.end_s, position=latest.position, cause_s=latest.end_s)
+            return Cause(
+                began_s=latest.end_s,
+                position=latest.position,
+                cause_s=latest.end_s,
+            )
 
         if position in self._previous:
-            before = self._previous[position]
-            ended.append(Ended(before, min(self[before].span.end_s, span.start_s)))
+            previous = self._previous[position]
+            previous_end_s = min(self[previous].span.end_s, span.start_s)
+            ended.append(Ended(previous, previous_end_s))
         if span.pool != DRIVER:
             ended.extend(self._queued_by(span))
         latest = max(ended, key=_end)
-        return Cause(began_s=span.start_s, position=latest.position, cause_s=latest.end_s)
+        return Cause(
+            began_s=span.start_s,
+            position=latest.position,
+            cause_s=latest.end_s,
+        )
 
     def _inputs_before(self, position: int, time_s: float) -> Iterator[Ended]:
         """The calls whose results a span had at a time."""
@@ -196,15 +229,22 @@ class Timeline(list[Recorded]):
 
     def _queued_by(self, span: Span) -> Iterator[Ended]:
         """What the driver did before it queued a call, if that is known."""
+        driver: Rank = (DRIVER, 0)
         queued_s = min(span.queued_s, span.start_s)
-        index = bisect_right(self.starts_of_rank.get((DRIVER, 0), ()), queued_s) - 1
+        starts_of_driver = self.starts_of_rank.get(driver, ())
+        index = bisect_right(starts_of_driver, queued_s) - 1
         if index >= 0:
-            position = self.of_rank[DRIVER, 0][index]
-            yield Ended(position, min(self[position].span.end_s, queued_s))
+            position = self.of_rank[driver][index]
+            end_s = min(self[position].span.end_s, queued_s)
+            yield Ended(position, end_s)
 
 
 def lanes(
-    timeline: Timeline, start_s: float, end_s: float, *, explain: bool = True
+    timeline: Timeline,
+    start_s: float,
+    end_s: float,
+    *,
+    explain: bool = True,
 ) -> dict[Rank, list[Interval]]:
     """What each rank, and the driver, did and waited for in a time window, by pool and rank. The
     intervals of a rank are in the order of time and fill the window without a gap.
@@ -216,7 +256,11 @@ def lanes(
 
 
 def _lane(
-    timeline: Timeline, rank: Rank, start_s: float, end_s: float, explain: bool
+    timeline: Timeline,
+    rank: Rank,
+    start_s: float,
+    end_s: float,
+    explain: bool,
 ) -> list[Interval]:
     """What one rank did and waited for in a time window."""
     pool, _ = rank
@@ -264,24 +308,34 @@ def first_rank_lanes(
 ) -> dict[str, list[Bar]]:
     """What the first rank of each pool did in a time window. Times are seconds since its start."""
     bars: dict[str, list[Bar]] = {}
-    for (pool, rank), lane in lanes(Timeline(spans), start_s, end_s, explain=False).items():
+    timeline = Timeline(spans)
+    all_lanes = lanes(timeline, start_s, end_s, explain=False)
+    for (pool, rank), lane in all_lanes.items():
         if pool == DRIVER or rank != 0:
             continue
         bars[pool] = []
         for interval in lane:
-            if interval.kind == "busy":
-                begin_s = interval.start_s - start_s
-                bars[pool].append((interval.operation, begin_s, interval.end_s - start_s))
+            if interval.kind != "busy":
+                continue
+            bar_start_s = interval.start_s - start_s
+            bar_end_s = interval.end_s - start_s
+            bars[pool].append((interval.operation, bar_start_s, bar_end_s))
     return bars
 
 
 def _explain(
-    timeline: Timeline, following: int, start_s: float, end_s: float
+    timeline: Timeline,
+    following: int,
+    start_s: float,
+    end_s: float,
 ) -> Iterator[Interval]:
     """What a rank waited for until its next span, latest first."""
-    for cause in timeline.causes(following, timeline[following].span.start_s, start_s):
+    begins_s = timeline[following].span.start_s
+    for cause in timeline.causes(following, begins_s, start_s):
         if cause.start_s < end_s:
-            kind: Literal["turn", "data"] = "turn" if cause.pool in ("", DRIVER) else "data"
+            kind: Literal["turn", "data"] = "data"
+            if cause.pool in ("", DRIVER):
+                kind = "turn"
             yield cause._replace(kind=kind, end_s=min(cause.end_s, end_s))
 
 
@@ -295,7 +349,8 @@ def critical_path(timeline: Timeline, start_s: float, end_s: float) -> list[Inte
     last_s = start_s
     last = _last_span(timeline, end_s)
     if last != NONE:
-        last_s = max(start_s, min(timeline[last].span.end_s, end_s))
+        last_end_s = min(timeline[last].span.end_s, end_s)
+        last_s = max(start_s, last_end_s)
     if last_s < end_s:
         path.append(Interval("hand-over", "", "", last_s, end_s))
     path.extend(timeline.causes(last, last_s, start_s))
@@ -324,7 +379,8 @@ def step_metrics(timeline: Timeline, start_s: float, end_s: float) -> dict[str, 
     work simultaneously."""
     wall_s = end_s - start_s
     lanes_of_pools: dict[str, list[list[Interval]]] = defaultdict(list)
-    for (pool, _), lane in lanes(timeline, start_s, end_s, explain=False).items():
+    all_lanes = lanes(timeline, start_s, end_s, explain=False)
+    for (pool, _), lane in all_lanes.items():
         if pool != DRIVER:
             lanes_of_pools[pool].append(lane)
 
@@ -332,13 +388,19 @@ def step_metrics(timeline: Timeline, start_s: float, end_s: float) -> dict[str, 
     for pool, pool_lanes in lanes_of_pools.items():
         metrics.update(_pool_metrics(timeline, pool, pool_lanes, wall_s))
     overlap_s, saved_s = _overlap(lanes_of_pools)
-    metrics["overlap/fraction"] = overlap_s / wall_s if wall_s else 0.0
+    overlap_fraction = 0.0
+    if wall_s:
+        overlap_fraction = overlap_s / wall_s
+    metrics["overlap/fraction"] = overlap_fraction
     metrics["overlap/saved_s"] = saved_s
     return metrics
 
 
 def _pool_metrics(
-    timeline: Timeline, pool: str, pool_lanes: list[list[Interval]], wall_s: float
+    timeline: Timeline,
+    pool: str,
+    pool_lanes: list[list[Interval]],
+    wall_s: float,
 ) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     peak_bytes = 0
@@ -350,10 +412,13 @@ def _pool_metrics(
                 peak_bytes = max(peak_bytes, span.peak_memory_bytes)
     num_ranks = len(pool_lanes)
     busy_s = seconds["busy"] / num_ranks
+    busy_fraction = 0.0
+    if wall_s:
+        busy_fraction = busy_s / wall_s
     return {
         f"pool/{pool}/busy_s": busy_s,
         f"pool/{pool}/idle_s": wall_s - busy_s,
-        f"pool/{pool}/busy_fraction": busy_s / wall_s if wall_s else 0.0,
+        f"pool/{pool}/busy_fraction": busy_fraction,
         f"pool/{pool}/wait_s": seconds["data"] / num_ranks,
         f"pool/{pool}/peak_memory_gb": peak_bytes / 2**30,
     }
@@ -369,8 +434,9 @@ def _overlap(lanes_of_pools: dict[str, list[list[Interval]]]) -> tuple[float, fl
         for lane in pool_lanes:
             for interval in lane:
                 if interval.kind == "busy":
-                    changes.append((interval.start_s, 1, pool))
-                    changes.append((interval.end_s, -1, pool))
+                    begins = (interval.start_s, 1, pool)
+                    ends = (interval.end_s, -1, pool)
+                    changes += [begins, ends]
     changes.sort()
 
     overlap_s = 0.0
@@ -380,6 +446,7 @@ def _overlap(lanes_of_pools: dict[str, list[list[Interval]]]) -> tuple[float, fl
         num_busy_ranks[pool] += change
         num_busy_pools = sum(count != 0 for count in num_busy_ranks.values())
         if num_busy_pools > 1:
-            overlap_s += next_s - time_s
-            saved_s += (next_s - time_s) * (num_busy_pools - 1)
+            passed_s = next_s - time_s
+            overlap_s += passed_s
+            saved_s += passed_s * (num_busy_pools - 1)
     return overlap_s, saved_s

@@ -117,18 +117,25 @@ class LinearCost(NamedTuple):
     ) -> "LinearCost":
         """Fit recorded times. Directions in which the records do not vary stay as assumed before,
         and are as unsure. `visible` is the part of the time of sharding that a step waits for."""
-        raw = np.array([work.features(num_ranks, sharding) for work, num_ranks, _ in measured])
-        times = np.array([seconds for *_, seconds in measured])
+        raw_rows = []
+        recorded_s = []
+        for work, num_ranks, seconds in measured:
+            raw_rows.append(work.features(num_ranks, sharding))
+            recorded_s.append(seconds)
+        raw = np.array(raw_rows)
+        times = np.array(recorded_s)
         num_plain = raw.shape[1]
         if sharding is not None:
             num_plain -= 1
 
         scale = raw.mean(0)
         scale = np.where(scale > 0, scale, raw[:, 0].mean())
-        prior = _prior(raw[:, :num_plain], shares)
+        plain = raw[:, :num_plain]
+        prior = _prior(plain, shares)
         deviations = PRIOR_STD[:num_plain]
 
-        ratios = times / (raw[:, :num_plain] / scale[:num_plain] @ prior)
+        assumed = plain / scale[:num_plain] @ prior
+        ratios = times / assumed
         is_usable = ratios <= STALL * np.median(ratios)
         raw = raw[is_usable]
         times = times[is_usable]
@@ -140,35 +147,58 @@ class LinearCost(NamedTuple):
         times /= typical_s
         if sharding is not None:
             scale[-1] = typical_s  # this feature is a time, so its coefficient has no unit
-            sharding_share = visible.mean * float(raw[:, -1].mean()) / typical_s
+            typical_sharding_s = float(raw[:, -1].mean())
+            sharding_share = visible.mean * typical_sharding_s / typical_s
             others = max(LEAST_EXPECTED, 1 - sharding_share)
             prior = np.append(prior * others, visible.mean)
-            deviations = np.append(deviations * others, math.sqrt(visible.variance))
+            visible_std = math.sqrt(visible.variance)
+            deviations = np.append(deviations * others, visible_std)
         features = raw / scale
 
         expected = features @ prior
         for _ in range(NUM_FITS - 1):
             # The noise of a time is in proportion to the time that the last fit expects.
             noise = NOISE * np.maximum(expected, LEAST_EXPECTED) / surer
-            solved, _ = _solve(features, times, noise, prior, deviations)
+            solved, _ = _solve(
+                features=features,
+                times=times,
+                noise=noise,
+                prior=prior,
+                deviations=deviations,
+            )
             expected = features @ solved
 
         expected = np.maximum(expected, LEAST_EXPECTED)
-        errors = (times - expected) / expected
-        deviation = max(float(np.median(np.abs(errors))), LEAST_NOISE)
-        usual = np.abs(errors) <= OUTLIER * deviation
+        errors = np.abs((times - expected) / expected)
+        median_error = float(np.median(errors))
+        deviation = max(median_error, LEAST_NOISE)
+        usual = errors <= OUTLIER * deviation
         noise = deviation * expected / surer
-        solved, covariance = _solve(features[usual], times[usual], noise[usual], prior, deviations)
+        solved, covariance = _solve(
+            features=features[usual],
+            times=times[usual],
+            noise=noise[usual],
+            prior=prior,
+            deviations=deviations,
+        )
 
         unit = typical_s / scale
-        return cls(solved * unit, covariance * np.outer(unit, unit), deviation, sharding)
+        return cls(
+            coefficients=solved * unit,
+            covariance=covariance * np.outer(unit, unit),
+            noise=deviation,
+            sharding=sharding,
+        )
 
     def seconds(self, work: Work, num_ranks: int) -> Seconds:
         features = np.array(work.features(num_ranks, self.sharding))
         mean = float(features @ self.coefficients)
-        variance = float(features @ self.covariance @ features) + (self.noise * mean) ** 2
+        variance_of_fit = float(features @ self.covariance @ features)
+        variance_of_noise = (self.noise * mean) ** 2
+        variance = variance_of_fit + variance_of_noise
         if self.sharding is not None and not self.sharding.covers(num_ranks):
-            variance += (OTHER_RANKS * float(features[-1])) ** 2
+            sharding_s = float(features[-1])
+            variance += (OTHER_RANKS * sharding_s) ** 2
         return Seconds(mean, variance)
 
 
@@ -190,26 +220,39 @@ def _weights(raw: Array) -> Array:
     another program that runs for some steps, so many of them together count as `NUM_ALIKE`.
     Otherwise small differences in work, and such noise, would decide what a token costs."""
     kinds = np.round(ALIKE * np.log1p(raw)).astype(np.int64)
-    _, kind_of, counts = np.unique(kinds, axis=0, return_inverse=True, return_counts=True)
-    return np.minimum(1.0, NUM_ALIKE / counts[kind_of.reshape(-1)])
+    _, kind_of, counts = np.unique(
+        kinds,
+        axis=0,
+        return_inverse=True,
+        return_counts=True,
+    )
+    num_of_same_kind = counts[kind_of.reshape(-1)]
+    return np.minimum(1.0, NUM_ALIKE / num_of_same_kind)
 
 
 def _solve(
-    features: Array, times: Array, noise: Array, prior: Array, deviations: Array
+    features: Array,
+    times: Array,
+    noise: Array,
+    prior: Array,
+    deviations: Array,
 ) -> tuple[Array, Array]:
     """The coefficients, none negative, and their covariance, by least squares with a prior and its
     deviations."""
     weights = 1 / noise**2
     prior_precision = 1 / deviations**2
-    kept = np.ones(len(prior), dtype=bool)
-    covariance = np.zeros((len(prior), len(prior)))
-    solved = np.zeros(len(prior))
+    num_features = len(prior)
+    kept = np.ones(num_features, dtype=bool)
+    covariance = np.zeros((num_features, num_features))
+    solved = np.zeros(num_features)
     while kept.any():
         columns = features[:, kept]
-        precision = (columns.T * weights) @ columns + np.diag(prior_precision[kept])
+        precision_of_times = (columns.T * weights) @ columns
+        precision = precision_of_times + np.diag(prior_precision[kept])
         kept_covariance = np.linalg.inv(precision)
-        pull = prior[kept] / deviations[kept] ** 2
-        solved[kept] = kept_covariance @ (columns.T @ (weights * times) + pull)
+        pull_of_times = columns.T @ (weights * times)
+        pull_of_prior = prior[kept] / deviations[kept] ** 2
+        solved[kept] = kept_covariance @ (pull_of_times + pull_of_prior)
         covariance[:] = 0.0
         covariance[np.ix_(kept, kept)] = kept_covariance
         if (solved >= 0).all():

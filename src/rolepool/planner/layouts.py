@@ -28,9 +28,12 @@ def partitions(roles: Sequence[Role]) -> Iterator[tuple[Group, ...]]:
         return
     first, *others = roles
     for groups in partitions(others):
+        # The first role is alone, or joins one of the groups.
         yield ((first,), *groups)
         for number, group in enumerate(groups):
-            yield (*groups[:number], (first, *group), *groups[number + 1 :])
+            before = groups[:number]
+            after = groups[number + 1 :]
+            yield (*before, (first, *group), *after)
 
 
 def allowed_sizes(config: Config, role: Role, inventory: Sequence[int]) -> set[int]:
@@ -44,12 +47,17 @@ def allowed_sizes(config: Config, role: Role, inventory: Sequence[int]) -> set[i
     for num_parts in range(1, most_parts + 1):
         if num_rows % num_parts == 0:
             size = num_parts * parallel
-            problems[size] = set(find_problems(config, plan_of_group(config, (role,), size)))
+            plan = plan_of_group(config, (role,), size)
+            problems[size] = set(find_problems(config, plan))
     if not problems:
         return set()
     # Problems that all sizes have are about keys that are not about sizes.
     general = set.intersection(*problems.values())
-    return {size for size in problems if problems[size] <= general}
+    allowed = set()
+    for size, problems_of_size in problems.items():
+        if problems_of_size <= general:
+            allowed.add(size)
+    return allowed
 
 
 def plan_of_group(config: Config, group: Group, size: int) -> Plan:
@@ -67,14 +75,20 @@ def plan_of_group(config: Config, group: Group, size: int) -> Plan:
 
 
 def layouts(
-    config: Config, groups: Sequence[Group], sizes: Sequence[int], inventory: Sequence[int]
+    config: Config,
+    groups: Sequence[Group],
+    sizes: Sequence[int],
+    inventory: Sequence[int],
 ) -> Iterator[Plan]:
     """The plans with pools of these sizes: node after node, and the same number on every node, if
     that is possible."""
     ways = [_node_after_node(sizes, inventory)]
     num_nodes = len(inventory)
     if all(size % num_nodes == 0 for size in sizes):
-        ways.append([[size // num_nodes] * num_nodes for size in sizes])
+        same_on_every_node = []
+        for size in sizes:
+            same_on_every_node.append([size // num_nodes] * num_nodes)
+        ways.append(same_on_every_node)
 
     _, unused_roles = needed_roles(config)
     for counts_of_pools in ways:
@@ -84,9 +98,10 @@ def layouts(
             name = "_".join([*group, "pool"])
             pools[name] = counts
             homes.update(dict.fromkeys(group, name))
+        wanted = ResourcePoolManager(pools, homes)
         # The pools may not fit on the nodes in this way.
         with suppress(RolepoolError):
-            plan = place(ResourcePoolManager(pools, homes), inventory, device=config.trainer.device)
+            plan = place(wanted, inventory, device=config.trainer.device)
             yield plan.model_copy(update={"unused_roles": unused_roles})
 
 
@@ -121,13 +136,17 @@ def changes_for(config: Config, plan: Plan, tensor_parallel: int) -> dict[str, K
         "trainer.n_gpus_per_node": max(counts),
         TENSOR_PARALLEL: tensor_parallel,
     }
-    changes = {key: value for key, value in sizes.items() if config.at(key) != value}
+    changes = {}
+    for key, value in sizes.items():
+        if config.at(key) != value:
+            changes[key] = value
 
     wanted = places(plan)
     for strategy in _built_in_strategies(plan):
         strategy_changes = {**changes, **strategy}
         with suppress(RolepoolError):
-            if places(build_plan(_with_values(config, strategy_changes))) == wanted:
+            changed = _with_values(config, strategy_changes)
+            if places(build_plan(changed)) == wanted:
                 return strategy_changes
 
     changes["placement.strategy"] = "custom"
@@ -143,13 +162,17 @@ def _built_in_strategies(plan: Plan) -> list[dict[str, KeyValue]]:
     if len(plan.pools) >= 3:
         return []
     actor_counts = plan.pool_of(Role.Actor).counts_by_node
+    standard: dict[str, KeyValue] = {"placement.strategy": "standard"}
     split: dict[str, KeyValue] = {"placement.strategy": "split"}
-    return [
-        {"placement.strategy": "standard"},
-        split,
-        {**split, "placement.split.actor_gpus_per_node": max(actor_counts.values())},
-        {**split, "placement.split.actor_nodes": len(actor_counts)},
-    ]
+    split_nodes_inside: dict[str, KeyValue] = {
+        "placement.strategy": "split",
+        "placement.split.actor_gpus_per_node": max(actor_counts.values()),
+    }
+    split_by_nodes: dict[str, KeyValue] = {
+        "placement.strategy": "split",
+        "placement.split.actor_nodes": len(actor_counts),
+    }
+    return [standard, split, split_nodes_inside, split_by_nodes]
 
 
 def _with_values(config: Config, values: Mapping[str, KeyValue]) -> Config:

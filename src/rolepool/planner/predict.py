@@ -118,7 +118,8 @@ class Predictor:
         high = simulated(INTERVAL, -UNKNOWN_SHARING)
         memory_gib = {}
         if plan.device != "cpu":
-            memory_gib = {pool: needed.peak / GIB for pool, needed in memory.pools.items()}
+            for pool, needed in memory.pools.items():
+                memory_gib[pool] = needed.peak / GIB
         return Prediction(
             name=name,
             plan=plan,
@@ -143,13 +144,23 @@ class Predictor:
         return config.rows_of_step * self.profile.rows_like(config).num_tokens
 
     def _seconds_of_calls(
-        self, config: Config, plan: Plan, memory: MemoryEstimate, schedule: Schedule
+        self,
+        config: Config,
+        plan: Plan,
+        memory: MemoryEstimate,
+        schedule: Schedule,
     ) -> dict[str, Seconds]:
         """The time of each call of a step, alone on its pools."""
         seconds: dict[str, Seconds] = {}
         # The last call of a schedule is the generation of the next step.
         for call in schedule.calls[:-1]:
-            seconds[call.operation] = self.seconds(config, plan, call, memory, schedule)
+            seconds[call.operation] = self.seconds(
+                config=config,
+                plan=plan,
+                call=call,
+                memory=memory,
+                schedule=schedule,
+            )
         return seconds
 
     def seconds(
@@ -167,7 +178,8 @@ class Predictor:
             expected = self._sync(config, plan)
         else:
             expected = self._work(config, plan, operation, role, memory)
-        factor = 1 / self.speeds.get(operation, self.speeds.get(role, 1.0))
+        speed_of_role = self.speeds.get(role, 1.0)
+        factor = 1 / self.speeds.get(operation, speed_of_role)
         if OPERATIONS[operation].trains:
             # A schedule has at most a few epochs, however many there are.
             num_scheduled = sum(other.operation == operation for other in schedule.calls)
@@ -176,7 +188,12 @@ class Predictor:
         return Seconds(expected.mean * factor, expected.variance * factor**2)
 
     def _work(
-        self, config: Config, plan: Plan, operation: str, role: Role, memory: MemoryEstimate
+        self,
+        config: Config,
+        plan: Plan,
+        operation: str,
+        role: Role,
+        memory: MemoryEstimate,
     ) -> Seconds:
         """The time of one call of an operation that is not a weight sync."""
         if not self.profile.is_measured(operation):
@@ -222,25 +239,24 @@ class Predictor:
         return Seconds(mean, (UNKNOWN_SYNC * mean) ** 2)
 
     def _measured_sync(self, kind: str, plan: Plan) -> Seconds:
-        work = {part: Work(1) for operation, part in self.profile.costs if operation == kind}
-        return self.profile.seconds(kind, work, plan.pool_of(Role.Actor).world_size)
+        work = {}
+        for operation, part in self.profile.costs:
+            if operation == kind:
+                work[part] = Work(1)
+        num_ranks = plan.pool_of(Role.Actor).world_size
+        return self.profile.seconds(kind, work, num_ranks)
 
     def _notes(self, config: Config, plan: Plan) -> list[str]:
         """What the profile does not cover. Raises ConfigError if it does not cover the
         tensor-parallel size at all."""
-        recordings = self.profile.recordings
-        parallel = config.at(TENSOR_PARALLEL)
-        measured = {recording.config.at(TENSOR_PARALLEL) for recording in recordings}
-        if parallel not in measured:
-            problem = f"the profile has measured only {', '.join(map(str, sorted(measured)))}"
-            raise ConfigError(f"{TENSOR_PARALLEL}={parallel}: {problem}; record a run with it")
-
+        self._check_tensor_parallel(config)
         notes = []
         if not any(rows.live for rows in self.profile.rows.values()):
             what = "the work inside of operations (micro-batches, decode steps, tokens) was not recorded"
             notes.append(f"{what}, so how their time depends on it is assumed")
         notes += self._notes_on_ranks(plan)
-        if _most_nodes([plan]) > _most_nodes([recording.plan for recording in recordings]):
+        measured_plans = [recording.plan for recording in self.profile.recordings]
+        if _most_nodes([plan]) > _most_nodes(measured_plans):
             notes.append("the network between nodes was not measured")
         is_sync_between = plan.roles[Role.Actor] != plan.roles[Role.Rollout]
         if is_sync_between and not self.profile.is_measured(SYNC_BETWEEN):
@@ -250,6 +266,16 @@ class Predictor:
             notes.append(f"pools that share a GPU{with_mps} were not measured")
         return notes
 
+    def _check_tensor_parallel(self, config: Config) -> None:
+        """Raise ConfigError if no recording has the tensor-parallel size of this config."""
+        recordings = self.profile.recordings
+        measured = {recording.config.at(TENSOR_PARALLEL) for recording in recordings}
+        parallel = config.at(TENSOR_PARALLEL)
+        if parallel not in measured:
+            sizes = ", ".join(map(str, sorted(measured)))
+            problem = f"the profile has measured only {sizes}"
+            raise ConfigError(f"{TENSOR_PARALLEL}={parallel}: {problem}; record a run with it")
+
     def _notes_on_ranks(self, plan: Plan) -> list[str]:
         """What the profile does not cover of the numbers of ranks."""
         measured: set[int] = set()
@@ -257,8 +283,9 @@ class Predictor:
             measured.update(pool.world_size for pool in recording.plan.pools.values())
         sizes = {pool.world_size for pool in plan.pools.values()}
         new_sizes = sorted(sizes - measured)
-        if self.profile.sharding.is_measured:
-            unknown = [str(size) for size in new_sizes if not self.profile.sharding.covers(size)]
+        sharding = self.profile.sharding
+        if sharding.is_measured:
+            unknown = [str(size) for size in new_sizes if not sharding.covers(size)]
             if not unknown:
                 return []
             what = f"what sharding costs over {', '.join(unknown)} ranks was not measured"
@@ -281,7 +308,8 @@ class Predictor:
         with and without MPS, or else the whole GPU, and `change` more."""
         if plan.sharing_pools:
             assumed = self._efficiency.get(not plan.mps, 1.0) + change
-            return partial(shared_rate, plan, self._efficiency.get(plan.mps, assumed))
+            efficiency = self._efficiency.get(plan.mps, assumed)
+            return partial(shared_rate, plan, efficiency)
         if plan.device == "cpu" and self.num_cores is not None:
             return partial(core_rate, plan, self.num_cores)
         return None
@@ -316,5 +344,6 @@ def _most_nodes(plans: Iterable[Plan]) -> int:
     """The most nodes of a pool of these plans."""
     most = 0
     for plan in plans:
-        most = max(most, *(len(pool.counts_by_node) for pool in plan.pools.values()))
+        for pool in plan.pools.values():
+            most = max(most, len(pool.counts_by_node))
     return most

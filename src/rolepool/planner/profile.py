@@ -155,8 +155,9 @@ class Profile:
         self._fetched_s = 0.0
         self._fetched_bytes = 0
         """The batches that processes fetched from the object store."""
+        has_several = len(self.recordings) > 1
         for recording in self.recordings:
-            if recording.plan.sharing_pools and len(self.recordings) > 1:
+            if recording.plan.sharing_pools and has_several:
                 self.sharing.append(recording)
             else:
                 self._observe(recording)
@@ -164,6 +165,7 @@ class Profile:
             raise ConfigError(
                 "predict: the run has no completed step with spans; give a run folder with some steps"
             )
+
         sharding_times: list[ShardingTime] = []
         for recording in self.recordings:
             sharding_times.extend(recording.sharding)
@@ -171,19 +173,21 @@ class Profile:
         self.costs: dict[tuple[str, str], LinearCost] = {}
         for operation, part in self._measured:
             self.costs[operation, part] = self._fit(operation, part)
+
         self.bytes_per_s = BYTES_PER_S
         if self._fetched_s:
             self.bytes_per_s = self._fetched_bytes / self._fetched_s
-        self.hand_over_s = {
-            operation: median(seconds) for operation, seconds in self._hand_overs_s.items()
-        }
+        self.hand_over_s: dict[str, float] = {}
+        for operation, seconds in self._hand_overs_s.items():
+            self.hand_over_s[operation] = median(seconds)
 
     def _count_helpers(self) -> int:
         ranks: set[int] = set()
         for recording in self.recordings[:1]:
             for recorded in recording.spans:
-                if recorded.span.pool == RULE_POOL:
-                    ranks.add(recorded.span.rank)
+                span = recorded.span
+                if span.pool == RULE_POOL:
+                    ranks.add(span.rank)
         return max(1, len(ranks))
 
     def is_measured(self, operation: str) -> bool:
@@ -223,21 +227,30 @@ class Profile:
         """Add what the calls of a recording tell."""
         steps = set(measured_steps(recording.spans))
         # With the steps before, because their calls are what the first calls of a step waited for.
-        timeline = Timeline(
-            recorded
-            for recorded in recording.spans
-            if recorded.step in steps or recorded.step + 1 in steps
-        )
+        steps_before = {step - 1 for step in steps}
+        used_steps = steps | steps_before
+        timeline = Timeline(recorded for recorded in recording.spans if recorded.step in used_steps)
         is_sync_between = _syncs_between_pools(recording)
-        rows = self.rows[_largest_lengths(recording.config)]
-        for operation, positions in _calls_of(timeline, steps, is_sync_between).items():
+        lengths = _largest_lengths(recording.config)
+        rows = self.rows[lengths]
+        calls = _calls_of(timeline, steps, is_sync_between)
+        for operation, positions in calls.items():
             if operation.name == SYNC and is_sync_between:
                 self._observe_sync_between(recording, timeline, positions)
-            else:
-                self._observe_call(recording, rows, timeline, operation.name, positions)
+                continue
+            self._observe_call(
+                recording,
+                rows=rows,
+                timeline=timeline,
+                operation=operation.name,
+                positions=positions,
+            )
 
     def _observe_sync_between(
-        self, recording: Recording, timeline: Timeline, positions: Sequence[int]
+        self,
+        recording: Recording,
+        timeline: Timeline,
+        positions: Sequence[int],
     ) -> None:
         """A weight sync from one pool to another. Its spans are those of several calls."""
         spans = [timeline[position].span for position in positions]
@@ -269,7 +282,13 @@ class Profile:
         self._add_hand_over(operation, timeline, positions, latest)
 
         config = recording.config
-        num_ranks = ranks_of(config, recording.plan, last_to_end.role, last_to_end.pool, operation)
+        num_ranks = ranks_of(
+            config,
+            recording.plan,
+            role=last_to_end.role,
+            pool=last_to_end.pool,
+            operation=operation,
+        )
         # If ranks wait for each other, the latest one waits least. Otherwise a call takes as long
         # as its slowest.
         counted = last_to_end
@@ -279,8 +298,10 @@ class Profile:
         for part, work, seconds in _works_of(counted, config.rows_of_step):
             if part == REST:
                 # What the counted rank does not explain of the time of the call.
-                seconds += max(-seconds, took_s - counted.duration_s)
-            self._measured[operation, part].append(MeasuredWork(work, num_ranks, seconds))
+                unexplained_s = took_s - counted.duration_s
+                seconds += max(-seconds, unexplained_s)
+            measured = MeasuredWork(work, num_ranks, seconds)
+            self._measured[operation, part].append(measured)
 
         self._add_totals(rows.totals[operation], spans, config.rows_of_step)
         known = OPERATIONS.get(operation)
@@ -289,18 +310,25 @@ class Profile:
             _add_generation(rows, config.data, slowest)
 
     def _add_hand_over(
-        self, operation: str, timeline: Timeline, positions: Sequence[int], begun: Span
+        self,
+        operation: str,
+        timeline: Timeline,
+        positions: Sequence[int],
+        begun: Span,
     ) -> None:
         """Note how long after the end of what it waited for a call has begun."""
-        first_call = timeline[positions[0]].span.call
-        caused_s = max(
-            timeline.cause_s(position)
-            for position in positions
-            if timeline[position].span.call == first_call
-        )
-        # Nothing is handed over to the driver, and nothing causes the first call of a recording.
-        if timeline[positions[0]].span.pool != DRIVER and math.isfinite(caused_s):
-            self._hand_overs_s[operation].append(max(0.0, begun.start_s - caused_s))
+        first = timeline[positions[0]].span
+        if first.pool == DRIVER:
+            return  # nothing is handed over to the driver
+        causes_s = []
+        for position in positions:
+            if timeline[position].span.call == first.call:
+                causes_s.append(timeline.cause_s(position))
+        caused_s = max(causes_s)
+        # Nothing causes the first call of a recording.
+        if math.isfinite(caused_s):
+            waited_s = begun.start_s - caused_s
+            self._hand_overs_s[operation].append(max(0.0, waited_s))
 
     def _add_totals(self, totals: Totals, spans: Iterable[Span], num_rows: int) -> None:
         for span in spans:
@@ -320,8 +348,10 @@ class Profile:
         prompt, response = _largest_lengths(config)
 
         def distance(lengths: tuple[int, int]) -> float:
-            of_prompt, of_response = lengths
-            return abs(math.log(of_prompt / prompt)) + abs(math.log(of_response / response))
+            recorded_prompt, recorded_response = lengths
+            prompt_distance = abs(math.log(recorded_prompt / prompt))
+            response_distance = abs(math.log(recorded_response / response))
+            return prompt_distance + response_distance
 
         nearest = min(self.rows, key=distance)
         nearest_prompt, nearest_response = nearest
@@ -333,9 +363,10 @@ class Profile:
 
     def seconds(self, operation: str, work: Mapping[str, Work], num_ranks: int) -> Seconds:
         """The time of a call of an operation."""
-        parts = [
-            self.costs[operation, part].seconds(amount, num_ranks) for part, amount in work.items()
-        ]
+        parts = []
+        for part, amount in work.items():
+            cost = self.costs[operation, part]
+            parts.append(cost.seconds(amount, num_ranks))
         mean = sum(part.mean for part in parts)
         variance = sum(part.variance for part in parts)
         return Seconds(mean, variance)
@@ -426,14 +457,20 @@ def _num_mini_batches(config: Config, role: Role, operation: Operation) -> float
     return max(1.0, config.data.train_batch_size / mini_batch_size)
 
 
-def _in_micro_batches(work: Work, size: MicroBatch, num_rows: float, num_batches: float) -> Work:
+def _in_micro_batches(
+    work: Work,
+    size: MicroBatch,
+    num_rows: float,
+    num_batches: float,
+) -> Work:
     """The same work in pieces of this size. Work without tokens, such as that of an optimizer, is
     done once for each mini-batch."""
     num_pieces = num_batches
     if work.num_tokens:
         tokens_per_row = work.num_tokens / num_rows
         rows_per_piece = size.rows or max(1.0, size.tokens // tokens_per_row)
-        num_pieces *= math.ceil(num_rows / num_batches / rows_per_piece)
+        rows_per_batch = num_rows / num_batches
+        num_pieces *= math.ceil(rows_per_batch / rows_per_piece)
     return work._replace(num_pieces=num_pieces)
 
 
@@ -441,10 +478,13 @@ def _decode(config: Config, like: RowsLike, num_rows: float) -> Work:
     """The decode steps of a rank with so many rows: as many running sequences in each step as in
     the recorded generations with the most similar number of rows, in proportion."""
     live = like.rows.live
-    nearest = min(
-        (number for number, _ in live), key=lambda number: abs(math.log(number / num_rows))
-    )
-    generations = [parts for number, parts in live if number == nearest]
+
+    def distance(number: int) -> float:
+        return abs(math.log(number / num_rows))
+
+    recorded_numbers = [number for number, _ in live]
+    nearest = min(recorded_numbers, key=distance)
+    generations = [decode_steps for number, decode_steps in live if number == nearest]
 
     slots = config.actor_rollout_ref.rollout.max_num_seqs
     num_waves = max(1.0, num_rows / slots)
@@ -453,15 +493,15 @@ def _decode(config: Config, like: RowsLike, num_rows: float) -> Work:
     # A decode step reads the prompt and, on average, half of the response.
     prompt, response = like.recorded
     half_response = response / 2
-    longer = (prompt * like.prompt_factor + half_response * like.response_factor) / (
-        prompt + half_response
-    )
+    longer_prompt = prompt * like.prompt_factor
+    longer_half_response = half_response * like.response_factor
+    longer = (longer_prompt + longer_half_response) / (prompt + half_response)
 
     steps = 0.0
     tokens = 0.0
     attended = 0.0
-    for parts in generations:
-        for part in parts:
+    for decode_steps in generations:
+        for part in decode_steps:
             running = part.num_tokens / part.num_pieces / nearest * at_once
             if running < 0.5:
                 continue
@@ -470,7 +510,7 @@ def _decode(config: Config, like: RowsLike, num_rows: float) -> Work:
             steps += num_steps
             tokens += num_tokens
             attended += num_tokens * part.num_attended / part.num_tokens * longer
-    return Work(steps, tokens, attended)
+    return Work(num_pieces=steps, num_tokens=tokens, num_attended=attended)
 
 
 class PartOfCall(NamedTuple):
@@ -489,17 +529,33 @@ def _works_of(span: Span, num_rows: int) -> list[PartOfCall]:
     for part in span.parts:
         if part.name == FETCH:
             continue
-        work = Work(part.num_pieces, part.num_tokens, part.num_attended)
+        work = Work(
+            num_pieces=part.num_pieces,
+            num_tokens=part.num_tokens,
+            num_attended=part.num_attended,
+        )
         works.append(PartOfCall(part.name, work, part.seconds))
         parts_s += part.seconds
+
     amount = span.num_tokens
     if span.pool == DRIVER:
         amount = num_rows
-    works.append(PartOfCall(REST, Work(1, amount), max(0.0, span.duration_s - parts_s)))
+    rest = PartOfCall(
+        name=REST,
+        work=Work(num_pieces=1, num_tokens=amount),
+        seconds=max(0.0, span.duration_s - parts_s),
+    )
+    works.append(rest)
     return works
 
 
-def ranks_of(config: Config, plan: Plan, role: str, pool: str, operation: str) -> int:
+def ranks_of(
+    config: Config,
+    plan: Plan,
+    role: str,
+    pool: str,
+    operation: str,
+) -> int:
     """The ranks that exchange data in an operation. Rollouts exchange data only within a
     tensor-parallel group."""
     if pool not in plan.pools:
@@ -517,7 +573,8 @@ def measured_steps(spans: Iterable[Recorded]) -> list[int]:
         if may_begin_step(recorded):
             recorded_steps.add(recorded.step)
     steps = sorted(recorded_steps)
-    num_skipped = min(NUM_WARM_STEPS, max(0, len(steps) - 2))
+    num_not_needed = max(0, len(steps) - 2)
+    num_skipped = min(NUM_WARM_STEPS, num_not_needed)
     used = steps[num_skipped:]
     stride = max(1, len(used) // MAX_STEPS)
     return used[::stride]
@@ -527,7 +584,10 @@ def _add_generation(rows: Rows, data: DataConfig, slowest: Span) -> None:
     """Add the lengths of a generation, and the decode steps of its slowest rank."""
     num_rows = max(1, slowest.num_rows)
     num_tokens = slowest.num_tokens / num_rows
-    decode_steps = [part for part in slowest.parts if part.name == DECODE and part.num_tokens]
+    decode_steps = []
+    for part in slowest.parts:
+        if part.name == DECODE and part.num_tokens:
+            decode_steps.append(part)
     if decode_steps and slowest.num_rows:
         rows.live.append((slowest.num_rows, decode_steps))
         num_decoded = sum(part.num_tokens for part in decode_steps)

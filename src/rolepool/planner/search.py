@@ -72,7 +72,10 @@ class Candidate(NamedTuple):
 
 
 def search(
-    predictor: Predictor, config: Config, inventory: Sequence[int], objective: Objective = "time"
+    predictor: Predictor,
+    config: Config,
+    inventory: Sequence[int],
+    objective: Objective = "time",
 ) -> list[Prediction]:
     """The best placements on these nodes, best first, as predictions whose names are the overrides
     that make them.
@@ -114,7 +117,10 @@ def score_of(prediction: Prediction, objective: Objective) -> float:
 
 
 def _candidates(
-    predictor: Predictor, config: Config, inventory: Sequence[int], objective: Objective
+    predictor: Predictor,
+    config: Config,
+    inventory: Sequence[int],
+    objective: Objective,
 ) -> list[Candidate]:
     """The best sizes of all ways to group the roles."""
     roles, _ = needed_roles(config)
@@ -126,27 +132,48 @@ def _candidates(
         for group in groups:
             in_common = set.intersection(*(allowed[role] for role in group))
             choices.append(np.array(sorted(in_common)))
-        step_times = simulator.step_times_of(groups)
-        for score, sizes in _best_sizes(step_times, choices, sum(inventory), objective):
+        best = _best_sizes(
+            step_times=simulator.step_times_of(groups),
+            choices=choices,
+            num_gpus=sum(inventory),
+            objective=objective,
+        )
+        for score, sizes in best:
             candidates.append(Candidate(score, groups, sizes, config))
     return candidates
 
 
 def _predict(
-    predictor: Predictor, config: Config, candidate: Candidate, inventory: Sequence[int]
+    predictor: Predictor,
+    config: Config,
+    candidate: Candidate,
+    inventory: Sequence[int],
 ) -> Prediction | None:
     """The prediction for the first layout of a candidate that can run; None if none can."""
-    for plan in layouts(candidate.config, candidate.groups, candidate.sizes, inventory):
+    plans = layouts(
+        config=candidate.config,
+        groups=candidate.groups,
+        sizes=candidate.sizes,
+        inventory=inventory,
+    )
+    for plan in plans:
         if find_problems(candidate.config, plan):
             continue
-        changes = changes_for(config, plan, candidate.config.at(TENSOR_PARALLEL))
-        words = [f"{key}={value}".replace(" ", "") for key, value in changes.items()]
-        return predictor.predict(" ".join(words), candidate.config, plan)
+        tensor_parallel = candidate.config.at(TENSOR_PARALLEL)
+        overrides = []
+        for key, value in changes_for(config, plan, tensor_parallel).items():
+            # Lists must not have spaces, which separate the overrides.
+            overrides.append(f"{key}={value}".replace(" ", ""))
+        name = " ".join(overrides)
+        return predictor.predict(name, candidate.config, plan)
     return None
 
 
 def _best_sizes(
-    step_times: StepTimes, choices: Sequence[Sizes], num_gpus: int, objective: Objective
+    step_times: StepTimes,
+    choices: Sequence[Sizes],
+    num_gpus: int,
+    objective: Objective,
 ) -> list[ScoredSizes]:
     """The best sizes of groups of roles. If there are too many combinations, every second size is
     tried, or every fourth, and so on; then the sizes next to those of the best combinations."""
@@ -172,8 +199,10 @@ def _best_sizes(
 
     best_sizes = []
     for row in best[:NUM_BEST]:
-        if np.isfinite(scores[row]):
-            best_sizes.append(ScoredSizes(float(scores[row]), tuple(tried[row].tolist())))
+        score = float(scores[row])
+        if math.isfinite(score):
+            sizes = tuple(tried[row].tolist())
+            best_sizes.append(ScoredSizes(score, sizes))
     return best_sizes
 
 
@@ -185,25 +214,49 @@ def _grid(choices: Sequence[Sizes], num_gpus: int, stride: int) -> Sizes | None:
     if num_combinations > MAX_GRID:
         return None
     axes = np.meshgrid(*sizes_of_groups, indexing="ij")
-    grid: Sizes = np.stack(axes, axis=-1).reshape(-1, len(choices))
-    grid = grid[grid.sum(1) <= num_gpus]
+    stacked = np.stack(axes, axis=-1)
+    num_groups = len(choices)
+    grid: Sizes = stacked.reshape(-1, num_groups)
+    fits = grid.sum(1) <= num_gpus
+    grid = grid[fits]
     if len(grid) > MAX_TRIED:
         return None
     return grid
 
 
 def _neighbours(
-    choices: Sequence[Sizes], combination: Sizes, stride: int, num_gpus: int
+    choices: Sequence[Sizes],
+    combination: Sizes,
+    stride: int,
+    num_gpus: int,
 ) -> list[tuple[int, ...]]:
     """The combinations in which the size of each group is at most one stride away in its choices,
     and which fit on the GPUs."""
     choices_nearby: list[Sizes] = []
     for sizes, size in zip(choices, combination, strict=True):
         place = int(np.searchsorted(sizes, size))
-        indices = np.arange(place - stride, place + stride + 1, stride)
+        indices = np.array([place - stride, place, place + stride])
         is_choice = (indices >= 0) & (indices < len(sizes))
-        choices_nearby.append(sizes[indices[is_choice]])
-    return [nearby for nearby in product(*choices_nearby) if sum(nearby) <= num_gpus]
+        places_nearby = indices[is_choice]
+        choices_nearby.append(sizes[places_nearby])
+
+    combinations = []
+    for nearby in product(*choices_nearby):
+        if sum(nearby) <= num_gpus:
+            combinations.append(nearby)
+    return combinations
+
+
+def _deciding_group(call: ScheduledCall, groups: Sequence[Group]) -> int | None:
+    """The position of the group whose pool decides how long a call takes; None for the driver and
+    the rule reward, which are in no group."""
+    # The time of a weight sync depends on the pool of the role that is trained.
+    trained = {role for role in call.roles if ROLE_SPECS[role].is_trained}
+    deciding_roles = trained or call.roles
+    for number, group in enumerate(groups):
+        if deciding_roles.intersection(group):
+            return number
+    return None
 
 
 class _Simulator:
@@ -222,7 +275,8 @@ class _Simulator:
         """The function that simulates these groups with many sizes."""
         homes: dict[Role, str] = {}
         for group in groups:
-            homes.update(dict.fromkeys(group, "+".join(group)))
+            pool_name = "+".join(group)
+            homes.update(dict.fromkeys(group, pool_name))
 
         def step_times(sizes: Sizes) -> Times:
             times: dict[str, Times] = {}
@@ -230,7 +284,10 @@ class _Simulator:
                 times[call.operation] = self._seconds(call, groups, sizes)
             with np.errstate(invalid="ignore"):  # infinite times
                 steps = simulate_many(
-                    self.schedule, homes, times, self.predictor.profile.hand_over_s
+                    self.schedule,
+                    homes=homes,
+                    seconds=times,
+                    hand_over_s=self.predictor.profile.hand_over_s,
                 )
                 return steps.step_s
 
@@ -238,22 +295,19 @@ class _Simulator:
 
     def _seconds(self, call: ScheduledCall, groups: Sequence[Group], sizes: Sizes) -> Times:
         """The time of a call for each row of sizes."""
-        # The time of a weight sync depends on the pool of the role that is trained.
-        trained = {role for role in call.roles if ROLE_SPECS[role].is_trained}
-        deciding = trained or call.roles
-        # The driver and the rule reward are in no group, so no size changes their time.
-        group: Group = ()
-        group_sizes: Sizes = np.zeros(len(sizes), dtype=int)
-        for number, candidate in enumerate(groups):
-            if deciding.intersection(candidate):
-                group = candidate
-                group_sizes = sizes[:, number]
-                break
+        number = _deciding_group(call, groups)
+        if number is not None:
+            group = groups[number]
+            group_sizes = sizes[:, number]
+        else:
+            # No size of a pool changes the time of the driver and of the rule reward.
+            group = ()
+            group_sizes = np.zeros(len(sizes), dtype=int)
         is_whole = call.roles.issubset(group)
         different, index = np.unique(group_sizes, return_inverse=True)
-        seconds = [
-            self._seconds_of_call(call, group, size, is_whole) for size in different.tolist()
-        ]
+        seconds = []
+        for size in different.tolist():
+            seconds.append(self._seconds_of_call(call, group, size, is_whole))
         return np.array(seconds)[index]
 
     def _make_plan(self, group: Group, size: int) -> tuple[Plan, MemoryEstimate]:
@@ -261,7 +315,11 @@ class _Simulator:
         return plan, self.predictor.memory(self.config, plan)
 
     def _compute_seconds(
-        self, call: ScheduledCall, group: Group, size: int, is_whole: bool
+        self,
+        call: ScheduledCall,
+        group: Group,
+        size: int,
+        is_whole: bool,
     ) -> float:
         """The time of a call on a group's pool. A weight sync is whole if the pool has both of its
         roles."""
@@ -269,6 +327,15 @@ class _Simulator:
         if memory.excess:
             return float("inf")
         if not is_whole and group:
-            others = dict.fromkeys(call.roles.difference(group), "elsewhere")
-            plan = plan.model_copy(update={"roles": {**plan.roles, **others}})
-        return self.predictor.seconds(self.config, plan, call, memory, self.schedule).mean
+            roles_elsewhere = call.roles.difference(group)
+            others = dict.fromkeys(roles_elsewhere, "elsewhere")
+            homes = {**plan.roles, **others}
+            plan = plan.model_copy(update={"roles": homes})
+        expected = self.predictor.seconds(
+            config=self.config,
+            plan=plan,
+            call=call,
+            memory=memory,
+            schedule=self.schedule,
+        )
+        return expected.mean

@@ -33,12 +33,14 @@ class Costs(NamedTuple):
         more_params = large.num_params - small.num_params
         per_param_s = 0.0
         if more_params > 0:
-            per_param_s = (large.added_s - small.added_s) / more_params
+            more_s = large.added_s - small.added_s
+            per_param_s = more_s / more_params
         if small.part != OPTIMIZER:
             # Only noise can make more data faster. An optimizer is faster, because each rank
             # updates only its shard.
             per_param_s = max(0.0, per_param_s)
-        per_unit_s = (small.added_s - per_param_s * small.num_params) / small.num_units
+        of_params_s = per_param_s * small.num_params
+        per_unit_s = (small.added_s - of_params_s) / small.num_units
         return cls(max(0.0, per_unit_s), per_param_s)
 
 
@@ -46,13 +48,16 @@ class ShardingCosts:
     """The costs of each part for each number of ranks that was measured."""
 
     def __init__(self, times: Iterable[ShardingTime]) -> None:
-        by_ranks: dict[tuple[str, int], list[ShardingTime]] = defaultdict(list)
-        for measured_time in times:
-            by_ranks[measured_time.part, measured_time.num_ranks].append(measured_time)
         self._costs: dict[str, dict[int, Costs]] = defaultdict(dict)
         """By part and number of ranks."""
-        for (part, num_ranks), measured in sorted(by_ranks.items()):
-            self._costs[part][num_ranks] = Costs.fit(measured)
+        measured: dict[tuple[str, int], list[ShardingTime]] = defaultdict(list)
+        for measured_time in times:
+            part_and_ranks = (measured_time.part, measured_time.num_ranks)
+            measured[part_and_ranks].append(measured_time)
+        for part_and_ranks in sorted(measured):
+            part, num_ranks = part_and_ranks
+            costs = Costs.fit(measured[part_and_ranks])
+            self._costs[part][num_ranks] = costs
 
     @property
     def is_measured(self) -> bool:
@@ -60,8 +65,14 @@ class ShardingCosts:
 
     def covers(self, num_ranks: int) -> bool:
         """Whether the number of ranks is among those that were measured, or between them."""
-        sizes = {size for costs in self._costs.values() for size in costs}
-        return self.is_measured and (num_ranks == 1 or min(sizes) <= num_ranks <= max(sizes))
+        if not self.is_measured:
+            return False
+        if num_ranks == 1:
+            return True
+        sizes: set[int] = set()
+        for costs in self._costs.values():
+            sizes.update(costs)
+        return min(sizes) <= num_ranks <= max(sizes)
 
     def of_model(self, part: str, num_units: int, num_params: int) -> "PieceSharding | None":
         """What sharding adds to a part of the work of a model; None if that was not measured."""
@@ -89,7 +100,9 @@ class PieceSharding(NamedTuple):
             of_units_s = costs.per_unit_s * self.num_units
             of_params_s = costs.per_param_s * self.num_params
             measured_s.append(of_units_s + of_params_s)
-        return max(0.0, float(np.interp(num_ranks, [*self.costs], measured_s)))
+        measured_sizes = list(self.costs)
+        between_s = float(np.interp(num_ranks, measured_sizes, measured_s))
+        return max(0.0, between_s)
 
     def covers(self, num_ranks: int) -> bool:
         """Whether the number of ranks is among those that were measured, or between them."""

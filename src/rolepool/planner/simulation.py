@@ -68,12 +68,14 @@ class Simulated(NamedTuple, Generic[Duration]):
         begin, end = self._bounds
         begin_s = self.starts[begin]
         end_s = self.starts[end]
+        step_s = end_s - begin_s
         busy: dict[str, float] = defaultdict(float)
         for position, call in enumerate(self.calls):
             since_s = max(self.starts[position], begin_s)
             until_s = min(self.ends[position], end_s)
+            inside_s = max(0.0, until_s - since_s)
             for pool in call.pools:
-                busy[pool] += max(0.0, until_s - since_s) / self.step_s
+                busy[pool] += inside_s / step_s
         return dict(busy)
 
     @property
@@ -81,10 +83,13 @@ class Simulated(NamedTuple, Generic[Duration]):
         """What the step waits for, in the order of time: operations and their seconds. Calls of one
         operation that follow each other are one entry."""
         path: list[tuple[str, float]] = []
-        for operation, seconds in reversed(self._path_backwards()):
-            if path and path[-1][0] == operation:
-                _, earlier_s = path.pop()
-                seconds += earlier_s
+        earliest_first = reversed(self._path_backwards())
+        for operation, seconds in earliest_first:
+            if path:
+                last_operation, last_s = path[-1]
+                if last_operation == operation:
+                    path[-1] = (operation, seconds + last_s)
+                    continue
             path.append((operation, seconds))
         return path
 
@@ -96,8 +101,9 @@ class Simulated(NamedTuple, Generic[Duration]):
         calls: list[tuple[str, float]] = []
         while self.starts[position] > begin_s:
             position = self._last_cause(position)
+            operation = self.calls[position].operation
             since_s = max(self.starts[position], begin_s)
-            calls.append((self.calls[position].operation, self.ends[position] - since_s))
+            calls.append((operation, self.ends[position] - since_s))
         return calls
 
     def _last_cause(self: "Simulated[float]", position: int) -> int:
@@ -154,10 +160,11 @@ def _calls_of_steps(
         pools = _pools_of(call, homes)
 
         after: set[int] = set()
-        for earlier in call.after:
+        for number_before in call.after:
             # The first step has no step before, so some positions would be negative.
-            if first + earlier >= 0:
-                after.add(first + earlier)
+            earlier = first + number_before
+            if earlier >= 0:
+                after.add(earlier)
         for pool in pools:
             if pool in last_of_pool:
                 after.add(last_of_pool[pool])
@@ -192,8 +199,9 @@ def _at_full_speed(calls: Sequence[SimulatedCall[Duration]]) -> Simulated[Durati
         ready_s: Any = 0.0
         for earlier in call.after:
             ready_s = np.maximum(ready_s, ends[earlier])
-        starts[position] = ready_s + call.hand_over_s
-        ends[position] = starts[position] + call.seconds
+        start_s = ready_s + call.hand_over_s
+        starts[position] = start_s
+        ends[position] = start_s + call.seconds
     return Simulated(calls, starts, ends)
 
 
@@ -206,24 +214,26 @@ def _by_events(calls: Sequence[SimulatedCall[float]], rate: Rate) -> Simulated[f
     now_s = 0.0
     while len(ends) < len(calls):
         for position, call in enumerate(calls):
-            if position not in starts and all(earlier in ends for earlier in call.after):
+            if position in starts:
+                continue
+            if all(earlier in ends for earlier in call.after):
                 starts[position] = now_s + call.hand_over_s
 
-        running = [
-            position
-            for position, start_s in starts.items()
-            if start_s <= now_s and position not in ends
-        ]
+        running: list[int] = []
         active: set[str] = set()
+        events_s: list[float] = []
+        """How long it takes until each of the next starts and ends."""
+        for position, start_s in starts.items():
+            if start_s > now_s:
+                events_s.append(start_s - now_s)
+            elif position not in ends:
+                running.append(position)
+                active.update(calls[position].pools)
+        rates: dict[int, float] = {}
         for position in running:
-            active.update(calls[position].pools)
-        rates = {
-            position: min(rate(pool, active) for pool in calls[position].pools)
-            for position in running
-        }
+            rates[position] = min(rate(pool, active) for pool in calls[position].pools)
+            events_s.append(left_s[position] / rates[position])
 
-        events_s = [start_s - now_s for start_s in starts.values() if start_s > now_s]
-        events_s += [left_s[position] / rates[position] for position in running]
         passed_s = min(events_s)
         now_s += passed_s
         for position in running:
@@ -242,7 +252,10 @@ def shared_rate(plan: Plan, efficiency: float, pool: str, active: Collection[str
     slots = set(plan.pools[pool].slots)
     num_users = 0
     for other in active:
-        if other in plan.pools and not slots.isdisjoint(plan.pools[other].slots):
+        if other not in plan.pools:
+            continue
+        other_slots = plan.pools[other].slots
+        if not slots.isdisjoint(other_slots):
             num_users += 1
     if num_users <= 1:
         return 1.0
@@ -255,4 +268,5 @@ def core_rate(plan: Plan, num_cores: int, pool: str, active: Collection[str]) ->
     for other in active:
         if other in plan.pools:
             num_active.update(slot.node for slot in plan.pools[other].slots)
-    return min(1.0, num_cores / max(num_active.values(), default=1))
+    most_active = max(num_active.values(), default=1)
+    return min(1.0, num_cores / most_active)

@@ -112,12 +112,22 @@ def differences(runs: Mapping[str, ReadRun]) -> list[Difference]:
         values = [value_at(config, key) for config in configs.values()]
         if key in NAME_KEYS or _are_equal(values):
             continue
-        texts = [show(value) for value in values]
-        if _are_equal(texts):  # long values whose beginnings are equal
-            texts = [str(value) for value in values]
-        value_of_run = dict(zip(configs, texts, strict=True))
-        different.append(Difference(key, value_of_run, is_work=key in TABLES.work_keys))
+        texts = _distinct_texts(values)
+        difference = Difference(
+            key=key,
+            values=dict(zip(configs, texts, strict=True)),
+            is_work=key in TABLES.work_keys,
+        )
+        different.append(difference)
     return different
+
+
+def _distinct_texts(values: Sequence[object]) -> list[str]:
+    """Values that are not all equal, as short texts that are not all equal either."""
+    texts = list(map(show, values))
+    if _are_equal(texts):  # long values whose beginnings are equal
+        return list(map(str, values))
+    return texts
 
 
 def _differences_of_work(runs: Mapping[str, ReadRun]) -> list[Difference]:
@@ -143,14 +153,16 @@ def compare(runs: Mapping[str, ReadRun]) -> list[Line]:
             significant += lines_of_measure
         else:
             others += lines_of_measure
-    lines = [*significant, *others]
+    return [*significant, *others, *_lines_of_runs(runs)]
 
+
+def _lines_of_runs(runs: Mapping[str, ReadRun]) -> Iterator[Line]:
+    """A line for each run and each measure that it has only once."""
     totals = {name: _run_measures(run) for name, run in runs.items()}
     for measure in _all_names(totals):
         for name, total in totals.items():
             if measure in total:
-                lines.append(Line(measure, name, total[measure]))
-    return lines
+                yield Line(measure, name, total[measure])
 
 
 def _slowed_down(runs: Mapping[str, ReadRun]) -> list[str]:
@@ -167,7 +179,9 @@ def _all_names(by_run: Mapping[str, Mapping[str, object]]) -> list[str]:
 
 
 def _lines_of_measure(
-    measure: str, by_run: Mapping[str, Mapping[str, list[float]]], disturbed: Sequence[str]
+    measure: str,
+    by_run: Mapping[str, Mapping[str, list[float]]],
+    disturbed: Sequence[str],
 ) -> Iterator[Line]:
     """A line for each run that has the measure. The others are compared with the first run."""
     first_name, first = next(iter(by_run.items()))
@@ -202,7 +216,8 @@ def headline(runs: Mapping[str, ReadRun], lines: Sequence[Line]) -> str:
     ratios = {line.run: line.ratio for line in lines if line.measure == f"{TIMING}step"}
     disturbed = _slowed_down(runs)
     if len(others) == 1:
-        sentence = _of_two(others[0], first, ratios.get(others[0]), disturbed)
+        (other,) = others
+        sentence = _of_two(other, first, ratios.get(other), disturbed)
     else:
         clauses = []
         for name in others:
@@ -218,7 +233,8 @@ def headline(runs: Mapping[str, ReadRun], lines: Sequence[Line]) -> str:
 
 def _of_two(name: str, first: str, ratio: Ratio | None, disturbed: Sequence[str]) -> str:
     if disturbed:
-        return f"no verdict on {name} and {first}: other programs slowed {' and '.join(disturbed)} down"
+        slowed_down = " and ".join(disturbed)
+        return f"no verdict on {name} and {first}: other programs slowed {slowed_down} down"
     if ratio is None or not ratio.low > 0:
         return f"no verdict on {name} and {first}: at least {MIN_STEPS} steps after the warm-up are needed"
     factor, low, high = _factor(ratio)
@@ -279,24 +295,32 @@ def ratio_of_means(first: Sequence[float], other: Sequence[float]) -> Ratio | No
     if not first_values.mean():
         return None
     value = float(other_values.mean() / first_values.mean())
-    if min(len(first_values), len(other_values)) < MIN_STEPS:
-        return Ratio(value, np.nan, np.nan, "too few steps")
+    num_steps = min(len(first_values), len(other_values))
+    if num_steps < MIN_STEPS:
+        return Ratio(value, low=np.nan, high=np.nan, verdict="too few steps")
 
     generator = np.random.default_rng(0)
     first_means = _resampled_means(first_values, generator)
     other_means = _resampled_means(other_values, generator)
-    low, high = np.quantile(other_means / first_means, [0.025, 0.975])
+    ratios = other_means / first_means
+    low, high = np.quantile(ratios, [0.025, 0.975])
     verdict = "within noise"
     if high < 1:
         verdict = "less"
     elif low > 1:
         verdict = "more"
-    return Ratio(value, float(low), float(high), verdict)
+    return Ratio(
+        value=value,
+        low=float(low),
+        high=float(high),
+        verdict=verdict,
+    )
 
 
 def _resampled_means(values: Array, generator: np.random.Generator) -> Array:
     """The means of values that are drawn from these, with repetitions."""
-    drawn = generator.integers(len(values), size=(NUM_RESAMPLES, len(values)))
+    num_values = len(values)
+    drawn = generator.integers(num_values, size=(NUM_RESAMPLES, num_values))
     means: Array = values[drawn].mean(axis=1)
     return means
 
@@ -320,7 +344,8 @@ def _step_measures(run: ReadRun) -> dict[str, list[float]]:
             f"{run.folder}: its metrics.jsonl has no rows; compare runs that have completed some steps"
         )
     steps = measured_steps(run)
-    names = [f"{TIMING}{name}" for name in ("step", *timed_operations(steps))]
+    names = [f"{TIMING}step"]
+    names += [f"{TIMING}{operation}" for operation in timed_operations(steps)]
     names.append(THROUGHPUT)
     recorded = sorted(metric_names(steps))
     names += fnmatch.filter(recorded, "overlap/*")
@@ -339,7 +364,8 @@ def _run_measures(run: ReadRun) -> dict[str, float]:
     rewards = list(finite_values(run.metrics, REWARD).values())
     if rewards:
         num_last = max(1, len(rewards) // 10)
-        measures[LAST_REWARDS] = fmean(rewards[-num_last:])
+        last_rewards = rewards[-num_last:]
+        measures[LAST_REWARDS] = fmean(last_rewards)
     for row in run.metrics.values():
         score = validation_score(row)
         if score is not None:
@@ -347,7 +373,8 @@ def _run_measures(run: ReadRun) -> dict[str, float]:
     for name in sorted(metric_names(run.metrics)):
         if name.endswith(("memory_allocated_gb", "/peak_memory_gb")):
             values = finite_values(run.metrics, name).values()
-            measures[f"{name} (most)"] = max(values, default=np.nan)
+            peak = max(values, default=np.nan)
+            measures[f"{name} (most)"] = peak
     return measures
 
 
@@ -369,8 +396,10 @@ def as_table(lines: Sequence[Line]) -> Table:
     for name, side in columns.items():
         table.add_column(name, justify=side, no_wrap=True)
     for measure, group in groupby(lines, key=lambda line: line.measure):
-        for number, line in enumerate(group):
-            table.add_row("" if number else measure, line.run, *cells_of(line))
+        title = measure
+        for line in group:
+            table.add_row(title, line.run, *cells_of(line))
+            title = ""  # only the first row of a measure has its name
     return table
 
 
@@ -378,11 +407,17 @@ def cells_of(line: Line) -> list[str]:
     """Mean, p50, p95, ratio, its interval and the verdict, as text."""
     cells = []
     for value in (line.mean, line.p50, line.p95):
-        cells.append("" if value is None else with_unit(line.measure, value))
+        if value is None:
+            cells.append("")
+        else:
+            cells.append(with_unit(line.measure, value))
     if line.ratio is None:
         return [*cells, "", "", ""]
+
     ratio, low, high, verdict = line.ratio
-    interval = "" if np.isnan(low) else f"{low:.3f} to {high:.3f}"
+    interval = ""
+    if not np.isnan(low):
+        interval = f"{low:.3f} to {high:.3f}"
     return [*cells, f"{ratio:.3f}", interval, verdict]
 
 
@@ -393,7 +428,10 @@ def with_unit(measure: str, value: float) -> str:
         return duration(value)
     if measure.endswith("fraction"):
         return f"{value:.0%}"
-    number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    if abs(value) >= 1000:
+        number = f"{value:,.0f}"
+    else:
+        number = f"{value:.3g}"
     if "_gb" in measure:
         return f"{number} GiB"
     if "throughput" in measure:

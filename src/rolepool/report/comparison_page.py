@@ -26,7 +26,7 @@ from rolepool.report.compare import (
     measured_steps,
     with_unit,
 )
-from rolepool.report.curves import Bins, binned
+from rolepool.report.curves import Bins, Point, Points, binned
 from rolepool.report.metrics_by_step import (
     REWARD,
     TIMING,
@@ -55,7 +55,8 @@ TEMPLATES = Environment(
     loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True
 )
 
-Points = Sequence[tuple[float, float]]
+Tick = tuple[float, str]
+"""The place of a tick on an axis, and its text."""
 
 
 class Curve(NamedTuple):
@@ -64,7 +65,7 @@ class Curve(NamedTuple):
     run: str
     place: int
     """Its place among all runs, which decides its colour."""
-    path: list[tuple[float, float]]
+    path: list[Point]
     """Points in the chart's own units."""
 
 
@@ -73,8 +74,8 @@ class Chart(NamedTuple):
 
     title: str
     curves: list[Curve]
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
 
 
 def render_comparison(runs: Mapping[str, ReadRun], lines: Sequence[Line]) -> str:
@@ -88,7 +89,8 @@ def render_comparison(runs: Mapping[str, ReadRun], lines: Sequence[Line]) -> str
     operations = in_step_order(timed - {"step"})
     measures: dict[str, list[tuple[str, list[str]]]] = {}
     for line in lines:
-        measures.setdefault(line.measure, []).append((line.run, cells_of(line)))
+        rows = measures.setdefault(line.measure, [])
+        rows.append((line.run, cells_of(line)))
     return TEMPLATES.get_template("comparison.html").render(
         headline=headline(runs, lines),
         loads=list(loads_on(runs)),
@@ -124,13 +126,18 @@ def _summary(runs: Mapping[str, ReadRun], lines: Sequence[Line]) -> dict[str, di
 
     def cell(measure: str, name: str) -> str:
         value = values.get((measure, name))
-        return "" if value is None else with_unit(measure, value)
+        if value is None:
+            return ""
+        return with_unit(measure, value)
 
     summary = {}
     for name, run in runs.items():
+        pools = ""
+        if run.plan is not None:
+            pools = run.plan.in_words
         times_s = finite_values(run.metrics, f"{TIMING}step")
         summary[name] = {
-            "pools": run.plan.in_words if run.plan is not None else "",
+            "pools": pools,
             "steps": f"{len(times_s):,}",
             "reward at the end": cell(LAST_REWARDS, name),
             "validation score": cell(LAST_SCORE, name),
@@ -165,12 +172,17 @@ def _typical_step(run: ReadRun) -> TypicalStep | None:
         start_s, end_s = bounds[number]
         return end_s - start_s
 
-    by_duration = sorted(after_warm_up(list(bounds)), key=duration_s)
+    steps = after_warm_up(list(bounds))
+    by_duration = sorted(steps, key=duration_s)
     if not by_duration:
         return None
     median = by_duration[len(by_duration) // 2]
-    lanes = first_rank_lanes(run.spans, *bounds[median])
-    return TypicalStep(median, duration_s(median), lanes)
+    start_s, end_s = bounds[median]
+    return TypicalStep(
+        number=median,
+        seconds=end_s - start_s,
+        lanes=first_rank_lanes(run.spans, start_s, end_s),
+    )
 
 
 # Charts
@@ -178,31 +190,46 @@ def _typical_step(run: ReadRun) -> TypicalStep | None:
 
 def charts_of(runs: Mapping[str, ReadRun]) -> Iterator[Chart]:
     """Rewards and validation scores of all runs, each by step and by time."""
-    rewards = {name: finite_values(run.metrics, REWARD) for name, run in runs.items()}
-    scores = {name: validation_scores(run.metrics) for name, run in runs.items()}
-    for title, values in (("Reward", rewards), ("Validation score", scores)):
-        if not any(values.values()):
-            continue
-        by_step: dict[str, Points] = {}
-        by_time: dict[str, Points] = {}
-        latest_s = 0.0
-        for name, value_of_step in values.items():
-            by_step[name] = list(value_of_step.items())
-            times = _by_time(runs[name].metrics, value_of_step)
-            by_time[name] = times
-            if times:
-                latest_s = max(latest_s, times[-1][0])
-        yield _chart(f"{title} by step", by_step, _step_ticks)
-        if latest_s > 0:
-            yield _chart(f"{title} by time", by_time, _time_ticks)
+    rewards = {}
+    scores = {}
+    for name, run in runs.items():
+        rewards[name] = finite_values(run.metrics, REWARD)
+        scores[name] = validation_scores(run.metrics)
+    yield from _charts_of_metric("Reward", runs, rewards)
+    yield from _charts_of_metric("Validation score", runs, scores)
 
 
-def _by_time(metrics: MetricsByStep, values: Mapping[int, float]) -> list[tuple[float, float]]:
+def _charts_of_metric(
+    title: str,
+    runs: Mapping[str, ReadRun],
+    values: Mapping[str, Mapping[int, float]],
+) -> Iterator[Chart]:
+    """A metric of all runs by step, and by time if the runs have recorded times; none if no run has
+    values. `values` are the values of each run by step."""
+    if not any(values.values()):
+        return
+    by_step: dict[str, Points] = {}
+    by_time: dict[str, Points] = {}
+    latest_s = 0.0
+    for name, value_of_step in values.items():
+        by_step[name] = list(value_of_step.items())
+        points = _by_time(runs[name].metrics, value_of_step)
+        by_time[name] = points
+        if points:
+            last_s, _ = points[-1]
+            latest_s = max(latest_s, last_s)
+    yield _chart(f"{title} by step", by_step, _step_ticks)
+    if latest_s > 0:
+        yield _chart(f"{title} by time", by_time, _time_ticks)
+
+
+def _by_time(metrics: MetricsByStep, values: Mapping[int, float]) -> list[Point]:
     """The values against the time of all steps until then, without validations and checkpoints."""
     times_s = finite_values(metrics, f"{TIMING}step")
+    all_steps = times_s.keys() | values.keys()
     points = []
     now_s = 0.0
-    for step in sorted(times_s.keys() | values.keys()):
+    for step in sorted(all_steps):
         now_s += times_s.get(step, 0.0)
         if step in values:
             points.append((now_s, values[step]))
@@ -212,7 +239,7 @@ def _by_time(metrics: MetricsByStep, values: Mapping[int, float]) -> list[tuple[
 def _chart(
     title: str,
     points_of: Mapping[str, Points],
-    ticks_of: Callable[[float, float], list[tuple[float, str]]],
+    ticks_of: Callable[[float, float], list[Tick]],
 ) -> Chart:
     """One line for each run, in bins if a run is long."""
     lines: dict[str, Bins] = {}
@@ -229,22 +256,35 @@ def _chart(
     low, high = _range_of(ys)
 
     def place_x(x: float) -> float:
-        share = (x - first) / (last - first) if last > first else 0.5
-        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
+        share = 0.5
+        if last > first:
+            share = (x - first) / (last - first)
+        width_of_lines = WIDTH - LEFT - RIGHT
+        return round(LEFT + share * width_of_lines, 1)
 
     def place_y(y: float) -> float:
-        return round(TOP + (high - y) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
+        share = (high - y) / (high - low)
+        height_of_lines = HEIGHT - TOP - BOTTOM
+        return round(TOP + share * height_of_lines, 1)
 
     curves = []
     for place, name in enumerate(points_of):
-        if name in lines:
-            path = []
-            for x, y in zip(lines[name]["x"], lines[name]["mean"], strict=True):
-                path.append((place_x(x), place_y(y)))
-            curves.append(Curve(name, place, path))
+        if name not in lines:
+            continue
+        bins = lines[name]
+        path = []
+        for x, y in zip(bins["x"], bins["mean"], strict=True):
+            path.append((place_x(x), place_y(y)))
+        curves.append(Curve(name, place, path))
+
     x_ticks = [(place_x(at), text) for at, text in ticks_of(first, last)]
     y_ticks = [(place_y(at), f"{at:.4g}") for at in ticks(low, high, NUM_TICKS)]
-    return Chart(title, curves, x_ticks, y_ticks)
+    return Chart(
+        title=title,
+        curves=curves,
+        x_ticks=x_ticks,
+        y_ticks=y_ticks,
+    )
 
 
 def _range_of(values: Sequence[float]) -> tuple[float, float]:
@@ -263,7 +303,8 @@ def _range_of(values: Sequence[float]) -> tuple[float, float]:
 def ticks(low: float, high: float, count: int) -> list[float]:
     """Round numbers in a range, about `count` of them."""
     rough = (high - low) / count or 1.0
-    power = 10.0 ** math.floor(math.log10(rough))
+    exponent = math.floor(math.log10(rough))
+    power = 10.0**exponent
     for factor in (1, 2, 5, 10):
         step = factor * power
         if step >= rough * 0.999:  # rounding must not double the step
@@ -274,11 +315,15 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def _step_ticks(first: float, last: float) -> list[tuple[float, str]]:
-    return [(at, f"{at:,.0f}") for at in ticks(first, last, NUM_TICKS) if at == int(at)]
+def _step_ticks(first: float, last: float) -> list[Tick]:
+    whole_numbers = []
+    for at in ticks(first, last, NUM_TICKS):
+        if at == int(at):
+            whole_numbers.append((at, f"{at:,.0f}"))
+    return whole_numbers
 
 
-def _time_ticks(first: float, last: float) -> list[tuple[float, str]]:
+def _time_ticks(first: float, last: float) -> list[Tick]:
     """Times with a unit that fits the longest one."""
     unit = "s"
     size = 1.0

@@ -35,7 +35,9 @@ def read_logs(paths: Sequence[str | Path]) -> dict[str, MetricsByStep]:
     logs: dict[str, MetricsByStep] = {}
     for path, name in zip(map(Path, paths), distinct_names(paths), strict=True):
         if (path / "metrics.jsonl").is_file():
-            runs = {part: run.metrics for part, run in read_parts(path, name).items()}
+            runs = {}
+            for part, run in read_parts(path, name).items():
+                runs[part] = run.metrics
         elif path.is_dir():
             runs = _read_log(path / "train.log", name)
         else:
@@ -58,7 +60,10 @@ def _read_log(file: Path, name: str) -> dict[str, MetricsByStep]:
         runs = parse_log(lines)
     if len(runs) == 1:
         return {name: runs[0]}
-    return {f"{name}, run {number}": run for number, run in enumerate(runs, 1)}
+    named_runs = {}
+    for number, run in enumerate(runs, 1):
+        named_runs[f"{name}, run {number}"] = run
+    return named_runs
 
 
 def parse_log(lines: Iterable[str]) -> list[MetricsByStep]:
@@ -98,13 +103,16 @@ def _unwrapped(parts: Iterable[str]) -> list[str]:
         lines += COLOR_CODE.sub("", part).splitlines()
     width = max(map(len, lines), default=0)
     text = "\n".join(["", *lines])
-    return re.sub(rf"(?<=\n.{{{width}}})\n{REST}", "", text).splitlines()
+    # The end of a line of the full width, before what continues it.
+    cut = re.compile(rf"(?<=\n.{{{width}}})\n{REST}")
+    return cut.sub("", text).splitlines()
 
 
 def _parse_line(line: str) -> Iterator[tuple[int, dict[str, float]]]:
     """The rows in a line: usually none or one; two if a killed run left its line without an end."""
     # Some logs have `timing/gen` instead of `timing_s/gen`.
-    _, *numbers_and_texts = STEP.split(line.replace(" timing/", f" {TIMING}"))
+    line = line.replace(" timing/", f" {TIMING}")
+    _, *numbers_and_texts = STEP.split(line)
     steps = numbers_and_texts[::2]
     texts = numbers_and_texts[1::2]
     for step, text in zip(steps, texts, strict=True):
@@ -112,6 +120,7 @@ def _parse_line(line: str) -> Iterator[tuple[int, dict[str, float]]]:
         for part in text.split(" - "):
             field = FIELD.fullmatch(part.strip())
             if field:
-                row[field["key"]] = float(field["wrapped"] or field["bare"])
+                number = field["wrapped"] or field["bare"]
+                row[field["key"]] = float(number)
         if row:
             yield int(step), row

@@ -17,7 +17,9 @@ MAX_SMALL_POINTS = 120
 """Points of a line in a small chart."""
 MAX_SMALL_CHARTS = 400
 
-Points = Sequence[tuple[float, float]]
+Point = tuple[float, float]
+"""A step or a time, and a value."""
+Points = Sequence[Point]
 
 
 class Bins(TypedDict):
@@ -80,11 +82,13 @@ def binned(points: Points, max_bins: int) -> Bins:
     sizes = np.diff([*starts, num_points])
     mean_x = np.add.reduceat(x, starts) / sizes
     mean_y = np.add.reduceat(y, starts) / sizes
+    min_y = np.minimum.reduceat(y, starts)
+    max_y = np.maximum.reduceat(y, starts)
     return {
         "x": mean_x.tolist(),
         "mean": mean_y.tolist(),
-        "min": np.minimum.reduceat(y, starts).tolist(),
-        "max": np.maximum.reduceat(y, starts).tolist(),
+        "min": min_y.tolist(),
+        "max": max_y.tolist(),
     }
 
 
@@ -97,9 +101,13 @@ def chart_of(title: str, x_label: str, series: Mapping[str, Points]) -> LargeCha
     return {"title": title, "x_label": x_label, "series": lines}
 
 
-def points_of(metrics: MetricsByStep, name: str) -> list[tuple[float, float]]:
+def points_of(metrics: MetricsByStep, name: str) -> list[Point]:
     """Step and value of a metric, for all steps that have it."""
-    return [(step, row[name]) for step, row in metrics.items() if name in row]
+    points: list[Point] = []
+    for step, row in metrics.items():
+        if name in row:
+            points.append((step, row[name]))
+    return points
 
 
 def small_charts(metrics: MetricsByStep) -> SmallCharts:
@@ -119,9 +127,11 @@ def small_charts(metrics: MetricsByStep) -> SmallCharts:
             num_hidden += 1
         else:
             bins = binned(points, MAX_SMALL_POINTS)
-            if bins["x"] not in all_x:
-                all_x.append(bins["x"])
-            charts.append(_small_chart(name, points, bins, all_x.index(bins["x"])))
+            x = bins["x"]
+            if x not in all_x:
+                all_x.append(x)
+            chart = _small_chart(name, points, bins, place_of_x=all_x.index(x))
+            charts.append(chart)
     return {
         "x": all_x,
         "charts": charts,
@@ -131,7 +141,8 @@ def small_charts(metrics: MetricsByStep) -> SmallCharts:
 
 
 def _is_constant(points: Points) -> bool:
-    first = str(points[0][1])
+    _, first_value = points[0]
+    first = str(first_value)
     # Compared as text, because NaN is not equal to itself.
     return all(str(value) == first for _, value in points)
 

@@ -70,18 +70,29 @@ def _finding(
     """A finding whose text contains these numbers and words."""
     fields: dict[str, str | float] = dict(words)
     for name, value in numbers.items():
-        fields[name] = duration(value) if name.endswith("_s") else value
-    return Finding(TABLES.findings[kind].format(**fields), numbers, overrides, gain_s)
+        if name.endswith("_s"):
+            fields[name] = duration(value)
+        else:
+            fields[name] = value
+    template = TABLES.findings[kind]
+    return Finding(
+        text=template.format(**fields),
+        numbers=numbers,
+        overrides=overrides,
+        gain_s=gain_s,
+    )
 
 
 def _scaled(run: ReadRun, key: str, factor: float) -> str:
     """The override that multiplies a key's value; the key alone if its value is not a number."""
     value = value_at(run.config, key)
     if isinstance(value, int):
-        return f"{key}={max(1, int(value * factor))}"
+        number = max(1, int(value * factor))
+        return f"{key}={number}"
     if isinstance(value, float):
         # The keys with fractions are shares of memory; more than 0.9 leaves too little for others.
-        return f"{key}={min(0.9, value * factor):.2g}"
+        share = min(0.9, value * factor)
+        return f"{key}={share:.2g}"
     return key
 
 
@@ -111,7 +122,8 @@ def _other_placement(summary: Summary, predicted: Sequence[Prediction]) -> Itera
 def _saved(summary: Summary) -> Iterator[Finding]:
     """The time that pools saved because they worked at the same time."""
     if summary.saved_s > SAVED * summary.step_s:
-        yield _finding("saved", {"saved_s": summary.saved_s, "step_s": summary.step_s})
+        numbers = {"saved_s": summary.saved_s, "step_s": summary.step_s}
+        yield _finding("saved", numbers)
 
 
 def _imbalance(run: ReadRun, summary: Summary) -> Iterator[Finding]:
@@ -161,10 +173,13 @@ def _hand_overs(run: ReadRun, summary: Summary) -> Iterator[Finding]:
         if pool == DRIVER:
             driver_s += seconds
     not_work_s = hand_over_s + driver_s
-    if not summary.step_s or not_work_s / summary.step_s <= HAND_OVER:
+    if not summary.step_s:
+        return
+    share = not_work_s / summary.step_s
+    if share <= HAND_OVER:
         return
     numbers = {
-        "share": not_work_s / summary.step_s,
+        "share": share,
         "driver_s": driver_s,
         "hand_over_s": hand_over_s,
         "step_s": summary.step_s,
@@ -189,16 +204,25 @@ def _memory(run: ReadRun) -> Iterator[Finding]:
         if not specs or fullest is None:
             continue
         left = 1 - fullest.part
-        numbers = {"used_gib": fullest.used_bytes / GIB, "total_gib": fullest.total_bytes / GIB}
         key = _memory_key(run, specs)
         # A micro-batch size that is not set is the largest that fits.
         is_chosen_by_us = bool(key) and value_at(run.config, key) is None
         if left < LITTLE_MEMORY_LEFT:
-            override = f"{key}=1" if is_chosen_by_us else _scaled(run, key, 0.5)
-            yield _finding("little_memory_left", numbers, override, pool=name, left=left)
+            kind = "little_memory_left"
+            if is_chosen_by_us:
+                override = f"{key}=1"
+            else:
+                override = _scaled(run, key, 0.5)
         elif left > MUCH_MEMORY_LEFT and not is_chosen_by_us:
+            kind = "much_memory_left"
             override = _scaled(run, key, 2)
-            yield _finding("much_memory_left", numbers, override, pool=name, left=left)
+        else:
+            continue
+        numbers = {
+            "used_gib": fullest.used_bytes / GIB,
+            "total_gib": fullest.total_bytes / GIB,
+        }
+        yield _finding(kind, numbers, override, pool=name, left=left)
 
 
 class UsedMemory(NamedTuple):

@@ -62,20 +62,28 @@ def outside_load(run: ReadRun) -> str | None:
 def _periods(run: ReadRun) -> list[Period]:
     """Consecutive parts of the run, without its first step; none if it is too short, or without
     samples."""
-    steps = [step for step, row in run.metrics.items() if _is_measured(row)][1:]
-    count = min(MAX_PERIODS, len(steps) // MIN_STEPS)
+    measured = [step for step, row in run.metrics.items() if _is_measured(row)]
+    steps = measured[1:]
+    num_steps = len(steps)
+    count = min(MAX_PERIODS, num_steps // MIN_STEPS)
     periods = []
     for index in range(count):
-        begin = len(steps) * index // count
-        end = len(steps) * (index + 1) // count
+        begin = num_steps * index // count
+        end = num_steps * (index + 1) // count
         periods.append(_period(run, steps[begin:end]))
     return periods
 
 
 def _period(run: ReadRun, steps: Sequence[int]) -> Period:
-    rows = [run.metrics[step] for step in steps]
-    times_s = [row[f"{TIMING}step"] for row in rows]
-    times_of_token_s = [row[f"{TIMING}step"] / row["perf/total_num_tokens"] for row in rows]
+    rows = []
+    times_s = []
+    times_of_token_s = []
+    for step in steps:
+        row = run.metrics[step]
+        step_s = row[f"{TIMING}step"]
+        rows.append(row)
+        times_s.append(step_s)
+        times_of_token_s.append(step_s / row["perf/total_num_tokens"])
     utilization = _mean_of_pools(rows, "utilization")
     busy_fraction = _mean_of_pools(rows, "busy_fraction")
     return Period(
@@ -107,4 +115,6 @@ def _mean_of_pools(rows: Sequence[Mapping[str, float]], metric: str) -> float:
         for name, value in row.items():
             if pattern.fullmatch(name):
                 values.append(value)
-    return fmean(values) if values else 0.0
+    if not values:
+        return 0.0
+    return fmean(values)

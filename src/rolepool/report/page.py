@@ -18,7 +18,7 @@ from rolepool.metrics.sampling import Sample, pool_use
 from rolepool.metrics.spans import BETWEEN_STEPS, step_bounds
 from rolepool.planner.predict import Prediction
 from rolepool.report.compare import measured_steps
-from rolepool.report.curves import LargeChart, chart_of, points_of, small_charts
+from rolepool.report.curves import LargeChart, Point, chart_of, points_of, small_charts
 from rolepool.report.findings import find
 from rolepool.report.metrics_by_step import (
     REWARD,
@@ -47,22 +47,30 @@ PageData = Mapping[str, object]
 def render(run: ReadRun) -> str:
     """The page. `<` is escaped in the data, so that no text in it can end the script element or
     open a comment."""
-    template = Path(__file__).with_name("template.html").read_text(encoding="utf-8")
+    template_file = Path(__file__).with_name("template.html")
+    template = template_file.read_text(encoding="utf-8")
     # The data is read back once: numbers are rounded to six digits, and NaN and infinity, which
     # JSON cannot hold, become null.
     data = json.loads(
         json.dumps(page_data(run)),
-        parse_float=lambda text: float(f"{float(text):.6g}"),
+        parse_float=_rounded,
         parse_constant=lambda _: None,
     )
     text = json.dumps(data, separators=(",", ":"))
-    return template.replace("__DATA__", text.replace("<", "\\u003c"))
+    escaped = text.replace("<", "\\u003c")
+    return template.replace("__DATA__", escaped)
+
+
+def _rounded(number: str) -> float:
+    """A number in JSON, rounded to six digits."""
+    return float(f"{float(number):.6g}")
 
 
 def page_data(run: ReadRun) -> PageData:
     """Everything on the page. Curves over steps show the whole run; what is about pools, its last
     placement only."""
     last = parts_of(run)[-1]
+    unit = _unit(last)
     # Read before the notes below, which count the lines that could not be read.
     samples = samples_of(run)
     return {
@@ -74,8 +82,8 @@ def page_data(run: ReadRun) -> PageData:
         "metrics": small_charts(run.metrics),
         "events": [event._asdict() for event in run.events],
         "breakdown": _breakdown(run.metrics),
-        "curves": list(_curves(run.metrics, _unit(last))),
-        "unit": _unit(last),
+        "curves": list(_curves(run.metrics, unit)),
+        "unit": unit,
         "usage": _usage(last.monitor),
         "config": _changed_config(run.config),
         **_plan_data(run),
@@ -88,14 +96,19 @@ def _plan_data(run: ReadRun) -> PageData:
     if run.plan is None:
         return {"plan": {}, "placements": []}
     placements = [_placement(part) for part in parts_of(run)]
-    return {"plan": run.plan.model_dump(mode="json")["pools"], "placements": placements}
+    plan = run.plan.model_dump(mode="json")
+    return {"plan": plan["pools"], "placements": placements}
 
 
 def _placement(part: ReadRun) -> PageData:
     """First step, pools and mean seconds of a step of a part of a run that has one plan."""
     (planned,) = part.plans
     step_s = mean_times(measured_steps(part)).get("step")
-    return {"first_step": planned.first_step, "pools": planned.plan.in_words, "step_s": step_s}
+    return {
+        "first_step": planned.first_step,
+        "pools": planned.plan.in_words,
+        "step_s": step_s,
+    }
 
 
 def _spans_data(run: ReadRun, last: ReadRun) -> PageData:
@@ -105,6 +118,7 @@ def _spans_data(run: ReadRun, last: ReadRun) -> PageData:
     bounds = step_bounds(last.spans)
     summary = summarise(grouped, bounds)
     predicted = other_placements(last)
+    findings = find(last, summary, predicted)
     names = set(timed_operations(run.metrics)).difference(BETWEEN_STEPS)
     names.update(recorded.operation for recorded in run.spans)
     operations = in_step_order(names)
@@ -112,7 +126,7 @@ def _spans_data(run: ReadRun, last: ReadRun) -> PageData:
         "operations": operations,
         "colors": colors_for(operations),
         "num_steps": len(bounds),
-        "findings": [finding._asdict() for finding in find(last, summary, predicted)],
+        "findings": [finding._asdict() for finding in findings],
         "windows": windows(grouped, bounds, operations),
         **_averages(summary),
         **_predictions(predicted),
@@ -139,15 +153,14 @@ def _predictions(predicted: Sequence[Prediction]) -> PageData:
     rows = []
     notes: set[str] = set()
     for prediction in predicted:
-        rows.append(
-            (
-                prediction.plan.sizes_in_words,
-                prediction.name,
-                prediction.step_s,
-                prediction.low_s,
-                prediction.high_s,
-            )
+        row = (
+            prediction.plan.sizes_in_words,
+            prediction.name,
+            prediction.step_s,
+            prediction.low_s,
+            prediction.high_s,
         )
+        rows.append(row)
         notes.update(prediction.notes)
     return {"predicted": rows, "not_measured": sorted(notes)}
 
@@ -172,9 +185,10 @@ def _changed_config(config: Mapping[str, object]) -> list[tuple[str, str, str]]:
         default = key.default
         if isinstance(default, str):
             default = re.sub(r"\$\{([^}]+)\}", value_of, default)
-        value = show(value_at(config, path))
-        if value != show(default):
-            changed.append((path, value, show(default)))
+        shown_value = show(value_at(config, path))
+        shown_default = show(default)
+        if shown_value != shown_default:
+            changed.append((path, shown_value, shown_default))
     return changed
 
 
@@ -199,14 +213,15 @@ def _curves(metrics: MetricsByStep, unit: str) -> Iterator[LargeChart]:
                 if fnmatchcase(name, pattern):
                     series[name] = points_of(metrics, name)
         if series:
-            yield chart_of(title.format(unit=unit), "step", series)
+            title_with_unit = title.format(unit=unit)
+            yield chart_of(title_with_unit, "step", series)
 
 
 def _breakdown(metrics: MetricsByStep) -> LargeChart:
     """Seconds of the step, and of each operation in it. The step is shorter than their sum if
     operations overlap. Validation and saving are not part of a step."""
     steps = timed_steps(metrics)
-    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    times: dict[str, list[Point]] = defaultdict(list)
     for name in ("step", *timed_operations(steps)):
         if name in BETWEEN_STEPS:
             continue
@@ -219,8 +234,8 @@ def _breakdown(metrics: MetricsByStep) -> LargeChart:
 
 def _usage(monitor: Sequence[Sample]) -> list[LargeChart]:
     """Utilization and memory of pools over time."""
-    utilization: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    memory: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    utilization: dict[str, list[Point]] = defaultdict(list)
+    memory: dict[str, list[Point]] = defaultdict(list)
     for sample in monitor:
         seconds = sample["time_s"] - monitor[0]["time_s"]
         for pool, use in pool_use(sample).items():

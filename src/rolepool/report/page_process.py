@@ -32,29 +32,35 @@ def make_page(kind: str, folders: Sequence[Path], limit_s: float = LIMIT_S) -> s
     """The page of a kind, `report` or `compare`, about these run folders. Raises ConfigError if
     there is none."""
     # -P: do not look for modules in the current folder, which may be one of the run folders.
-    command = [sys.executable, "-P", "-m", "rolepool.report.page_process", kind, *map(str, folders)]
+    module = "rolepool.report.page_process"
+    command = [sys.executable, "-P", "-m", module, kind, *map(str, folders)]
     try:
-        made = subprocess.run(
-            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=limit_s, check=False
+        ended = subprocess.run(
+            command,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=limit_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        made = None
-    if made is None or made.returncode == -signal.SIGALRM:
+        ended = None
+    if ended is None or ended.returncode == -signal.SIGALRM:
         names = ", ".join(folder.name for folder in folders)
         what = f"{names}: the page was not ready after {limit_s:g} s, so it was stopped"
         raise ConfigError(
             f"{what}; write the page with `rolepool report` or `rolepool compare`, which have no limit"
         )
-    said = made.stderr.decode(errors="replace").strip()
-    if made.returncode == USER_ERROR:
-        raise ConfigError(said.splitlines())
-    if made.returncode:
-        error = PageError(
-            said.splitlines()[-1] if said else f"the process ended with code {made.returncode}"
-        )
-        error.add_note(said)
+    errors = ended.stderr.decode(errors="replace").strip()
+    if ended.returncode == USER_ERROR:
+        raise ConfigError(errors.splitlines())
+    if ended.returncode:
+        problem = f"the process ended with code {ended.returncode}"
+        if errors:
+            problem = errors.splitlines()[-1]
+        error = PageError(problem)
+        error.add_note(errors)
         raise error
-    return made.stdout.decode(errors="replace")
+    return ended.stdout.decode(errors="replace")
 
 
 def main(kind: str, *folders: str) -> int:
@@ -71,9 +77,9 @@ def main(kind: str, *folders: str) -> int:
         sys.stderr.write("\n".join(error.problems))
         return USER_ERROR
     except MemoryError:
-        sys.stderr.write(
-            f"{', '.join(folders)}: has more in it than fits in {MEMORY_BYTES // 2**30} GiB of memory"
-        )
+        names = ", ".join(folders)
+        limit_gib = MEMORY_BYTES // 2**30
+        sys.stderr.write(f"{names}: has more in it than fits in {limit_gib} GiB of memory")
         return USER_ERROR
     sys.stdout.buffer.write(page.encode(errors="replace"))
     return 0

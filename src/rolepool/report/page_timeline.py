@@ -94,22 +94,37 @@ def _window(
 ) -> Window:
     """A window of steps. Spans that start before it or end after it are shown with their full
     length. Lanes after the first `MAX_LANES` are skipped."""
-    start_s = bounds[steps[0]][0]
-    end_s = bounds[steps[-1]][1]
-    timeline = around(grouped, steps[0], steps[-1])
+    first_step = steps[0]
+    last_step = steps[-1]
+    start_s, _ = bounds[first_step]
+    _, end_s = bounds[last_step]
+    timeline = around(grouped, first_step, last_step)
     all_lanes = lanes(timeline, start_s, end_s)
     shown: list[Lane] = []
     for (pool, rank), pieces in islice(all_lanes.items(), MAX_LANES):
-        lane: Lane = {"pool": pool, "rank": rank, "spans": [], "waits": []}
+        spans: list[SpanRow] = []
+        waits: list[WaitRow] = []
         for piece in pieces:
             if piece.position == NONE:
-                lane["waits"].append(_wait_row(piece, start_s))
+                waits.append(_wait_row(piece, start_s))
             else:
-                lane["spans"].append(_span_row(timeline[piece.position], operations, start_s))
+                recorded = timeline[piece.position]
+                spans.append(_span_row(recorded, operations, start_s))
+        lane: Lane = {
+            "pool": pool,
+            "rank": rank,
+            "spans": spans,
+            "waits": waits,
+        }
         shown.append(lane)
+
+    starts = []
+    for step in steps:
+        step_start_s, _ = bounds[step]
+        starts.append((step, step_start_s - start_s))
     return {
         "why": why,
-        "starts": [(step, bounds[step][0] - start_s) for step in steps],
+        "starts": starts,
         "seconds": end_s - start_s,
         "lanes": shown,
         "num_hidden": len(all_lanes) - len(shown),

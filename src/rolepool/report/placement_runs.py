@@ -59,16 +59,19 @@ def run_placements(
         log = home / f"{name}.log"
         keys = [f"trainer.default_local_dir={folder}", "trainer.resume_mode=disable"]
         say(f"training with {name}; its output is in {log}")
-        code, asked = _train([recipe, *overrides, *placement, *keys], log, wait_for)
-        if asked:
-            kind = KeyboardInterrupt if asked == signal.SIGINT else Terminated
-            raise kind("the training run has ended too")
+        words_of_run = [recipe, *overrides, *placement, *keys]
+        code, last_signal = _train(words_of_run, log, wait_for)
+        if last_signal == signal.SIGINT:
+            raise KeyboardInterrupt("the training run has ended too")
+        if last_signal:
+            raise Terminated("the training run has ended too")
         if code == 0:
             folders.append(folder)
         else:
             output = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            end_of_output = output[-NUM_LINES_SHOWN:]
             problem = f"{name}: training ended with code {code}; the end of {log}:"
-            failures.append("\n".join([problem, *output[-NUM_LINES_SHOWN:]]))
+            failures.append("\n".join([problem, *end_of_output]))
     return folders, failures
 
 
@@ -103,7 +106,9 @@ def _train(words: Sequence[str], log: Path, wait_for: WaitFor) -> tuple[int, int
 
 
 def _check_placements(
-    recipe: str, overrides: Sequence[str], placements: Mapping[str, list[str]]
+    recipe: str,
+    overrides: Sequence[str],
+    placements: Mapping[str, list[str]],
 ) -> None:
     """Raise ConfigError before the first run starts if one of the placements cannot run."""
     problems: list[str] = []

@@ -53,8 +53,9 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
     for rows in logs.values():
         names.update(metric_names(rows))
     metrics = in_step_order(names)
-    written = [folder / "timing_metrics.csv"]
-    _write_csv(written[0], logs, metrics)
+    csv_file = folder / "timing_metrics.csv"
+    _write_csv(csv_file, logs, metrics)
+    written = [csv_file]
     with style():
         for name, figure in _figures(logs, metrics).items():
             if not figure.axes:  # no log has numbers for it
@@ -72,13 +73,15 @@ def _figures(logs: Mapping[str, MetricsByStep], metrics: Sequence[str]) -> dict[
     for name, patterns in TABLES.figures.items():
         units: dict[str, str] = {}
         for pattern, unit in patterns.items():
-            units |= dict.fromkeys(fnmatch.filter(metrics, pattern), unit)
+            for metric in fnmatch.filter(metrics, pattern):
+                units[metric] = unit
         figures[name] = _small_multiples(logs, units)
 
     means = {log: mean_times(rows) for log, rows in logs.items()}
     if len(logs) > 1 and any(means.values()):
         comparison = new_figure(3.6)
-        grouped_bars(comparison.subplots(), means)
+        axes = comparison.subplots()
+        grouped_bars(axes, means)
         figures["comparison"] = comparison
     return figures
 
@@ -86,18 +89,24 @@ def _figures(logs: Mapping[str, MetricsByStep], metrics: Sequence[str]) -> dict[
 # Numbers as CSV
 
 
-def _write_csv(path: Path, logs: Mapping[str, MetricsByStep], metrics: Sequence[str]) -> None:
+def _write_csv(
+    path: Path,
+    logs: Mapping[str, MetricsByStep],
+    metrics: Sequence[str],
+) -> None:
     """One line for each step. A cell is empty if the step does not have that number."""
     with (
         atomic_path(path) as temporary,
         temporary.open("w", encoding="utf-8", newline="") as file,
     ):
         writer = csv.writer(file)
-        writer.writerow(["run", "step", *map(csv_text, metrics)])
+        titles = map(csv_text, metrics)
+        writer.writerow(["run", "step", *titles])
         for name, rows in logs.items():
+            run = csv_text(name)
             for step, row in rows.items():
                 numbers = [row.get(metric, "") for metric in metrics]
-                writer.writerow([csv_text(name), step, *numbers])
+                writer.writerow([run, step, *numbers])
 
 
 def csv_text(text: str) -> str:
@@ -151,23 +160,37 @@ def _overview(logs: Mapping[str, MetricsByStep]) -> Figure:
     are no numbers."""
     means = {log: mean_times(rows) for log, rows in logs.items()}
     timed_logs = [log for log, times in means.items() if times]
-    operations = [name for name in _whole_operations(means) if name != "step"]
-    units = {REWARD: "mean reward", THROUGHPUT: "tokens/s per GPU"}
+    operations = _whole_operations(means)
+    if "step" in operations:
+        operations.remove("step")
+    units = {
+        REWARD: "mean reward",
+        THROUGHPUT: "tokens/s per GPU",
+    }
 
-    panels = [*_logged(logs, [REWARD]), *timed_logs, *_logged(logs, [THROUGHPUT])]
-    figure = new_figure(0.6 + 2.4 * len(panels))
+    panels = [
+        *_logged(logs, [REWARD]),
+        *timed_logs,
+        *_logged(logs, [THROUGHPUT]),
+    ]
+    num_panels = len(panels)
+    figure = new_figure(0.6 + 2.4 * num_panels)
     last_timed: Axes | None = None
     for place, panel in enumerate(panels, 1):
-        if panel in timed_logs:
+        is_stack = panel in timed_logs
+        if is_stack:
             # The same scale for all logs, so that their times can be compared.
-            axes = figure.add_subplot(len(panels), 1, place, sharey=last_timed)
+            axes = figure.add_subplot(num_panels, 1, place, sharey=last_timed)
             _stack(axes, panel, logs[panel], operations)
             last_timed = axes
         else:
-            axes = figure.add_subplot(len(panels), 1, place)
+            axes = figure.add_subplot(num_panels, 1, place)
             _lines(axes, logs, panel, units[panel])
-        # Reversed, so that the legend of a stack has the order of the stack.
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=panel in timed_logs)
+        axes.legend(
+            loc="upper left",
+            bbox_to_anchor=(1, 1),
+            reverse=is_stack,  # so that the legend has the order of the stack
+        )
     return figure
 
 
@@ -185,9 +208,10 @@ def _stack(axes: Axes, log: str, metrics: MetricsByStep, operations: Sequence[st
 
     steps = [min(rows) - 0.5, *rows, max(rows) + 0.5]
     if operations:  # a log may have the times of its steps only
+        heights = [np.nan_to_num(times_of(name)) for name in operations]
         axes.stackplot(
             steps,
-            [np.nan_to_num(times_of(name)) for name in operations],
+            heights,
             step="mid",
             colors=colors_for(operations).values(),
             labels=operations,
@@ -218,14 +242,18 @@ def _lines(
 ) -> None:
     """A metric over steps, with a line for each log. The axis begins at zero, or below if there are
     negative values."""
-    for color, (log, rows) in zip(cycle(TABLES.series_colors), logs.items(), strict=False):
+    colors = cycle(TABLES.series_colors)
+    for log, rows in logs.items():
         values = finite_values(rows, metric)
+        marker = ""
+        if len(values) < MAX_DOTTED_STEPS:
+            marker = "."
         axes.plot(
             list(values),
             list(values.values()),
-            color=color,
+            color=next(colors),
             linewidth=1.4,
-            marker="." if len(values) < MAX_DOTTED_STEPS else "",
+            marker=marker,
             label=fill(log, LEGEND_WIDTH),
         )
     # `fill` breaks at spaces, so that lines of the title end after a slash.
@@ -249,7 +277,13 @@ def _small_multiples(logs: Mapping[str, MetricsByStep], units: Mapping[str, str]
     figure = new_figure(0.6 + 1.9 * num_rows)
     for place, metric in enumerate(metrics, 1):
         axes = figure.add_subplot(num_rows, num_columns, place)
-        _lines(axes, logs, metric, units[metric], title_width=90 // num_columns)
+        _lines(
+            axes,
+            logs,
+            metric=metric,
+            unit=units[metric],
+            title_width=90 // num_columns,
+        )
     if len(logs) > 1 and metrics:
         # All panels have the same lines, so one legend is enough.
         handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -276,10 +310,12 @@ def grouped_bars(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
         heights = []
         ratios = []
         for place, name in enumerate(operations):
-            if name in means:
-                places.append(place + offset)
-                heights.append(means[name])
-                ratios.append(_ratio_text(means[name], first.get(name)))
+            if name not in means:
+                continue
+            mean_s = means[name]
+            places.append(place + offset)
+            heights.append(mean_s)
+            ratios.append(_ratio_text(mean_s, first.get(name)))
         bars = axes.bar(
             places,
             heights,
@@ -288,7 +324,8 @@ def grouped_bars(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
             label=fill(run, LEGEND_WIDTH),
         )
         if index > 0:
-            axes.bar_label(bars, ratios, fontsize=7, rotation=90 if num_runs > 2 else 0)
+            rotation = 90 if num_runs > 2 else 0
+            axes.bar_label(bars, ratios, fontsize=7, rotation=rotation)
     # Names break after their last underscore, because two lines need less width.
     labels = ["_\n".join(name.rsplit("_", 1)) for name in operations]
     axes.set_xticks(range(len(operations)), labels, fontsize=8)

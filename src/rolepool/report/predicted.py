@@ -47,7 +47,9 @@ def other_placements(run: ReadRun) -> list[Prediction]:
     with suppress(RolepoolError, LookupError, ValueError, ArithmeticError):
         recording = recordings_of(run)[-1]
         predictor = Predictor(
-            Profile([recording]), lambda _: schedule, gpu_memory_bytes=_gpu_memory_bytes(run)
+            profile=Profile([recording]),
+            schedule_of=lambda _: schedule,
+            gpu_memory_bytes=_gpu_memory_bytes(run),
         )
         plan = recording.plan
         own = predictor.predict("", recording.config, plan)
@@ -142,7 +144,9 @@ class PredictRequest:
     def search(self) -> Answer:
         """The best placements."""
         best = search(self.predictor, self.config, self.inventory, self.objective)
-        predictions = {str(number): prediction for number, prediction in enumerate(best, 1)}
+        predictions: dict[str, Prediction] = {}
+        for number, prediction in enumerate(best, 1):
+            predictions[str(number)] = prediction
         return Answer(predictions, problems=[])
 
     def scaling(self, text: str) -> Answer:
@@ -150,7 +154,9 @@ class PredictRequest:
         predictions: dict[str, Prediction] = {}
         problems: list[str] = []
         per_node = max(self.inventory)
-        all_num_gpus = {sum(parse_inventory(word)) for word in text.split(",")}
+        all_num_gpus = set()
+        for word in text.split(","):
+            all_num_gpus.add(sum(parse_inventory(word)))
         for num_gpus in sorted(all_num_gpus):
             num_whole_nodes, rest = divmod(num_gpus, per_node)
             inventory = [per_node] * num_whole_nodes
@@ -164,9 +170,11 @@ class PredictRequest:
     def as_table(self, first: str, predictions: Mapping[str, Prediction]) -> Table:
         """The predictions, with the measured times of the same placements. `first` is the title of
         the labels."""
-        measured = [recording for recording in self.measured if not math.isnan(recording.step_s)]
+        measured = []
+        for recording in self.measured:
+            if not math.isnan(recording.step_s):
+                measured.append(recording)
         memory_is_known = any(prediction.memory_gib for prediction in predictions.values())
-        # All rows have the same columns.
         rows: dict[str, dict[str, str]] = {}
         for label, prediction in predictions.items():
             row = _columns(prediction)
@@ -177,17 +185,27 @@ class PredictRequest:
                 row.update(_measured_columns(prediction, measured))
             rows[label] = row
 
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column(first, overflow="fold")
-        titles = next(iter(rows.values()), {})
-        for title in titles:
-            if title in TEXT_COLUMNS:
-                table.add_column(title, overflow="fold")
-            else:
-                table.add_column(title, justify="right", no_wrap=True, overflow="fold")
-        for label, row in rows.items():
-            table.add_row(label, *row.values())
-        return table
+        return _table_of(first, rows)
+
+
+def _table_of(first: str, rows: Mapping[str, Mapping[str, str]]) -> Table:
+    """A table of rows that have the same columns. `first` is the title of their labels."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first, overflow="fold")
+    titles = next(iter(rows.values()), {})
+    for title in titles:
+        if title in TEXT_COLUMNS:
+            table.add_column(title, overflow="fold")
+        else:
+            table.add_column(
+                title,
+                justify="right",
+                no_wrap=True,
+                overflow="fold",
+            )
+    for label, row in rows.items():
+        table.add_row(label, *row.values())
+    return table
 
 
 TEXT_COLUMNS = ("pools, and how busy they are", "a step waits for")
@@ -197,8 +215,10 @@ def _columns(prediction: Prediction) -> dict[str, str]:
     """What the table shows of each prediction, by the titles of the columns."""
     pools = []
     for name, pool in prediction.plan.pools.items():
-        pools.append(f"{name} [{pool.world_size}] {prediction.busy.get(name, 0):.0%}")
-    tokens_per_s = prediction.num_tokens / prediction.step_s / len(prediction.plan.slots)
+        busy = prediction.busy.get(name, 0)
+        pools.append(f"{name} [{pool.world_size}] {busy:.0%}")
+    num_gpus = len(prediction.plan.slots)
+    tokens_per_s = prediction.num_tokens / prediction.step_s / num_gpus
     return {
         "step": f"{prediction.step_s:.3g} s",
         "from": f"{prediction.low_s:.3g} s",
@@ -288,6 +308,11 @@ def plot_scaling(best: Mapping[str, Prediction], path: Path) -> None:
         axes = figure.subplots()
         axes.plot(counts, step_s, marker="o")
         axes.fill_between(counts, low_s, high_s, alpha=0.2)
-        axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="predicted step time (s)")
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel="GPUs",
+            ylabel="predicted step time (s)",
+        )
         with atomic_path(path) as temporary:
             figure.savefig(temporary)

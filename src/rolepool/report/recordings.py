@@ -30,7 +30,8 @@ def read_recordings(paths: Sequence[str | Path], num_gpus: int | None) -> list[R
             recordings += recordings_of(read_run(path))
         else:
             recordings += _recordings_of_log(path, num_gpus)
-    if len({identity_of(recording.config) for recording in recordings}) > 1:
+    identities = {identity_of(recording.config) for recording in recordings}
+    if len(identities) > 1:
         problem = "the runs have different models or devices, so they are not one profile"
         raise ConfigError(f"predict: {problem}; give runs of the same models on the same device")
     return recordings
@@ -52,11 +53,17 @@ def recordings_of(run: ReadRun) -> list[Recording]:
         )
     config = loaded.config
     measured = run.read_whole(SHARDING_FILE, ShardingTimes.model_validate_json)
-    times = measured.times if measured is not None else []
+    sharding = measured.times if measured is not None else []
     recordings = []
     for part in parts:
         (planned,) = part.plans
-        recordings.append(Recording(config, planned.plan, part.spans, times))
+        recording = Recording(
+            config=config,
+            plan=planned.plan,
+            spans=part.spans,
+            sharding=sharding,
+        )
+        recordings.append(recording)
     return recordings
 
 
@@ -76,7 +83,8 @@ def _recordings_of_log(path: Path, num_gpus: int | None) -> Iterator[Recording]:
     for metrics in logs.values():
         config = _config_of_log(metrics, num_gpus)
         plan = build_plan(config)
-        yield Recording(config, plan, _spans_of_log(metrics, config, plan, num_gpus))
+        spans = _spans_of_log(metrics, config, plan, num_gpus)
+        yield Recording(config, plan, spans)
 
 
 def _config_of_log(metrics: MetricsByStep, num_gpus: int) -> Config:
@@ -94,7 +102,10 @@ def _config_of_log(metrics: MetricsByStep, num_gpus: int) -> Config:
 
 
 def _spans_of_log(
-    metrics: MetricsByStep, config: Config, plan: Plan, num_gpus: int
+    metrics: MetricsByStep,
+    config: Config,
+    plan: Plan,
+    num_gpus: int,
 ) -> list[Recorded]:
     """One call of each operation in each step, one after another."""
     timed = timed_operations(metrics)
@@ -110,7 +121,8 @@ def _spans_of_log(
     for step, row in metrics.items():
         if not _is_finite(row):
             continue
-        num_tokens = int(row.get("perf/total_num_tokens", 1.0)) // num_gpus
+        num_tokens_of_step = int(row.get("perf/total_num_tokens", 1.0))
+        num_tokens = num_tokens_of_step // num_gpus
         for name in operations:
             seconds = row.get(f"{TIMING}{name}", 0.0)
             role = roles.get(name)
@@ -139,5 +151,8 @@ def _spans_of_log(
 
 def _is_finite(row: Mapping[str, float]) -> bool:
     """Whether all times of a step, and its amounts of work, are numbers."""
-    values = [value for name, value in row.items() if name.startswith((TIMING, "perf/"))]
-    return all(map(math.isfinite, values))
+    for name, value in row.items():
+        is_needed = name.startswith((TIMING, "perf/"))
+        if is_needed and not math.isfinite(value):
+            return False
+    return True

@@ -61,7 +61,9 @@ class ReadRun:
     @property
     def plan(self) -> Plan | None:
         """The newest plan."""
-        return self.plans[-1].plan if self.plans else None
+        if not self.plans:
+            return None
+        return self.plans[-1].plan
 
     @property
     def event_counts(self) -> dict[str, int]:
@@ -160,7 +162,9 @@ def value_at(config: Mapping[str, object], key: str) -> object:
 
 
 def read_run(
-    folder: str | Path, last_bytes: float = math.inf, lines_of_metrics: Lines = last_lines
+    folder: str | Path,
+    last_bytes: float = math.inf,
+    lines_of_metrics: Lines = last_lines,
 ) -> ReadRun:
     """Read a run folder. Raises ConfigError if the folder is not one.
 
@@ -173,10 +177,13 @@ def read_run(
     if _is_longer(run.folder / "spans.jsonl", last_bytes):
         run.spans = _without_first_step(run.spans)
     run.monitor = list(run.read_lines("monitor.jsonl", read_sample, end_of))
-    for row in run.read_lines("metrics.jsonl", read_row, lines_of_metrics):
+
+    rows = run.read_lines("metrics.jsonl", read_row, lines_of_metrics)
+    for row in rows:
         if not isinstance(row, Event):
             step, metrics = row
-            run.metrics.setdefault(step, {}).update(metrics)
+            metrics_of_step = run.metrics.setdefault(step, {})
+            metrics_of_step.update(metrics)
         elif row not in run.events:  # a resumed run has written it again
             run.events.append(row)
     run.metrics = dict(sorted(run.metrics.items()))
@@ -190,7 +197,11 @@ def _is_longer(path: Path, num_bytes: float) -> bool:
 def _without_first_step(spans: Sequence[Recorded]) -> list[Recorded]:
     """The spans of which none is missing. The first step at the end of a long file may have lost
     its first spans, so it would seem to have begun later."""
-    return list(dropwhile(lambda recorded: recorded.step == spans[0].step, spans))
+
+    def is_of_first_step(recorded: Recorded) -> bool:
+        return recorded.step == spans[0].step
+
+    return list(dropwhile(is_of_first_step, spans))
 
 
 def open_run(folder: str | Path) -> ReadRun:
@@ -217,8 +228,10 @@ def sampled_lines(path: Path) -> Iterator[bytes]:
     yield from event_lines(path.parent, "restart")
     yield from newest_validation(path.parent)
     with open_regular(path) as file:
-        tail = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
-        for offset in range(0, tail, tail // NUM_SAMPLES + 1):
+        num_bytes = os.fstat(file.fileno()).st_size
+        tail = max(0, num_bytes - TAIL_BYTES)
+        distance = tail // NUM_SAMPLES + 1
+        for offset in range(0, tail, distance):
             file.seek(offset)
             beginning = file.readline(TAIL_BYTES)
             # At the start of the file it is a whole line, and a row that is wanted: that of the
@@ -242,9 +255,11 @@ def parts_of(run: ReadRun) -> list[ReadRun]:
     parts = []
     begin = 0
     for planned, following in pairwise(run.plans):
-        parts.append(_part(run, planned, begin, following.first_step))
-        begin = following.first_step
-    parts.append(_part(run, run.plans[-1], begin, math.inf))
+        end = following.first_step
+        parts.append(_part(run, planned, begin, end))
+        begin = end
+    last_planned = run.plans[-1]
+    parts.append(_part(run, last_planned, begin, math.inf))
     return parts
 
 
@@ -292,13 +307,21 @@ def distinct_names(paths: Sequence[str | Path]) -> list[str]:
     last_parts = []
     for path in paths:
         file_name = Path(path).absolute().name
-        last_parts.append(encodable(file_name.removesuffix(".log")))
+        last_part = file_name.removesuffix(".log")
+        last_parts.append(encodable(last_part))
+
     names = []
     for last_part, path in zip(last_parts, paths, strict=True):
-        is_distinct = last_parts.count(last_part) == 1
-        names.append(last_part if is_distinct else encodable(str(path)))
+        if last_parts.count(last_part) == 1:
+            names.append(last_part)
+        else:
+            full_path = encodable(str(path))
+            names.append(full_path)
+
     numbered_names = []
     for number, name in enumerate(names, 1):
-        is_distinct = names.count(name) == 1
-        numbered_names.append(name if is_distinct else f"{name} ({number})")
+        if names.count(name) == 1:
+            numbered_names.append(name)
+        else:
+            numbered_names.append(f"{name} ({number})")
     return numbered_names

@@ -74,7 +74,8 @@ def read_row(line: bytes) -> tuple[int, dict[str, float]] | Event:
         return _read_event(kind, line)
     metrics = _MetricsLine.validate_json(line)
     step = metrics.pop("step", math.nan)
-    if not step.is_integer() or not 0 <= step <= MAX_STEP:
+    is_step = step.is_integer() and 0 <= step <= MAX_STEP
+    if not is_step:
         raise ValueError("has no step")
     for name, value in metrics.items():
         # Sums of larger numbers would overflow.
@@ -88,4 +89,5 @@ def _read_event(kind: str, line: bytes) -> Event:
     row = _Object.validate_json(line)
     details = _Object.validate_python(row.get(kind))
     values = {**row, "kind": kind, **details}
-    return _Event.validate_python({name: values[name] for name in Event._fields if name in values})
+    known_fields = {name: values[name] for name in Event._fields if name in values}
+    return _Event.validate_python(known_fields)

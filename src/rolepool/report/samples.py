@@ -77,17 +77,18 @@ def samples_of(run: ReadRun) -> Samples:
         for step in reversed(chosen):
             name = f"{folder}/{numbered[step].name}"
             samples = list(run.read_lines(name, _Line.validate_json, _first_lines))
-            if samples:
-                most_letters = MAX_LETTERS // len(FOLDERS) // len(chosen)
-                groups.append(
-                    {
-                        "kind": kind,
-                        "step": step,
-                        "score": score_of(run.metrics.get(step, {})),
-                        "num": len(samples),
-                        "rows": _shown(samples, most_letters),
-                    }
-                )
+            if not samples:
+                continue
+            metrics_of_step = run.metrics.get(step, {})
+            most_letters = MAX_LETTERS // len(FOLDERS) // len(chosen)
+            group: SampleGroup = {
+                "kind": kind,
+                "step": step,
+                "score": score_of(metrics_of_step),
+                "num": len(samples),
+                "rows": _shown(samples, most_letters),
+            }
+            groups.append(group)
     return {"groups": groups, "num_hidden": num_hidden}
 
 
@@ -106,7 +107,12 @@ def _spread(steps: Sequence[int], most: int) -> list[int]:
     """The first and the last step, and others evenly between them."""
     if len(steps) <= most:
         return list(steps)
-    return [steps[round(index * (len(steps) - 1) / (most - 1))] for index in range(most)]
+    last = len(steps) - 1
+    chosen = []
+    for index in range(most):
+        place = round(index * last / (most - 1))
+        chosen.append(steps[place])
+    return chosen
 
 
 def _first_lines(path: Path) -> Iterator[bytes]:
@@ -135,7 +141,8 @@ def _shown(samples: Sequence[Mapping[str, object]], most_letters: int) -> list[S
         score = sample.get("score")
         if not _is_number(score):
             score = None
-        rows.append((question, response, truth, score, source, others))
+        row = (question, response, truth, score, source, others)
+        rows.append(row)
     return rows
 
 

@@ -46,7 +46,12 @@ READ_FILES = {
     "plan.json",
     "state.json",
 }
-SHOWN_METRICS = ("critic/score/mean", "training/num_steps", f"{TIMING}step", f"{TIMING}testing")
+SHOWN_METRICS = (
+    "critic/score/mean",
+    "training/num_steps",
+    f"{TIMING}step",
+    f"{TIMING}testing",
+)
 VALIDATIONS = "val-core/"
 """What the names of the scores of a validation begin with."""
 SPAN_BYTES = 2**16
@@ -75,7 +80,10 @@ POLICY = "; ".join(
     ]
 )
 TEXT = {"Content-Type": "text/plain"}
-HTML = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY}
+HTML = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Content-Security-Policy": POLICY,
+}
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -121,14 +129,15 @@ def find_runs(root: Path) -> dict[str, Path]:
     Earlier runs inside a run folder are not listed."""
     runs = {}
     for folder, names, files in islice(os.walk(root), MAX_FOLDERS):
+        # `os.walk` continues with the folders that are left in `names`.
         if READ_FILES.isdisjoint(files):
             names[:] = sorted(name for name in names if not name.startswith("."))
-        else:
-            names.clear()
-            name = os.path.relpath(folder, root)
-            if folder == str(root):
-                name = root.name
-            runs[encodable(name)] = Path(folder)
+            continue
+        names.clear()
+        name = os.path.relpath(folder, root)
+        if folder == str(root):
+            name = root.name
+        runs[encodable(name)] = Path(folder)
     return runs
 
 
@@ -172,7 +181,10 @@ def unit_of(run: ReadRun) -> str:
         return "GPU"
     devices = {run.plan.device}
     if run.plan.device == "auto":
-        devices = {span.device for _, _, span in run.spans if span.pool in run.plan.pools}
+        devices = set()
+        for _, _, span in run.spans:
+            if span.pool in run.plan.pools:
+                devices.add(span.device)
     return "CPU slot" if devices == {"cpu"} else "GPU"
 
 
@@ -190,7 +202,8 @@ def signature_of(folder: Path) -> Signature:
     files = []
     for file in os.scandir(folder):
         if file.name in READ_FILES and file.is_file():
-            files.append((file.name, file.stat().st_mtime_ns, file.stat().st_size))
+            status = file.stat()
+            files.append((file.name, status.st_mtime_ns, status.st_size))
     return tuple(sorted(files))
 
 
@@ -214,9 +227,15 @@ def describe(name: str, folder: Path) -> ShownRun:
         last_written_s = max(written_s)
         silent_s = max(0.0, time.time() - last_written_s)
         step_s = recent_step_s(run)
-        state = state_of(run, is_silent=silent_s > max(SILENT_S, 5 * step_s))
+        is_silent = silent_s > max(SILENT_S, 5 * step_s)
+        state = state_of(run, is_silent=is_silent)
     except Exception as error:  # no run folder may break the list
-        return {"name": name, "state": "unreadable", "started_s": 0.0, "error": one_line(error)}
+        return {
+            "name": name,
+            "state": "unreadable",
+            "started_s": 0.0,
+            "error": one_line(error),
+        }
     began_s, ended_s = work_times(run.spans) or (first_written_s, last_written_s)
     if state == "running":
         ended_s = max(ended_s, time.time())
@@ -246,22 +265,31 @@ def start_in_words(time_s: float) -> str:
 
 
 def list_page(server: "Server", query: Query) -> str:
-    rows = [describe(name, folder) for name, folder in find_runs(server.root).items()]
+    rows = []
+    for name, folder in find_runs(server.root).items():
+        rows.append(describe(name, folder))
+    # The newest run comes first.
     rows.sort(key=lambda row: (-row["started_s"], row["name"]))
-    return TEMPLATES.get_template("serve.html").render(
-        root=server.root, rows=rows, nonce=secrets.token_urlsafe()
+    template = TEMPLATES.get_template("serve.html")
+    return template.render(
+        root=server.root,
+        rows=rows,
+        nonce=secrets.token_urlsafe(),
     )
 
 
 def report_page(server: "Server", query: Query) -> str:
     runs = server.chosen(query)
     name, folder = next(iter(runs.items()))
-    return _with_bar(server.make("report", [folder]), row=describe(name, folder))
+    page = server.make("report", [folder])
+    return _with_bar(page, row=describe(name, folder))
 
 
 def comparison_page(server: "Server", query: Query) -> str:
     runs = server.chosen(query)
-    return _with_bar(server.make("compare", list(runs.values())))
+    folders = list(runs.values())
+    page = server.make("compare", folders)
+    return _with_bar(page)
 
 
 def _with_bar(page: str, **values: object) -> str:
@@ -290,9 +318,8 @@ class Server(ThreadingHTTPServer):
         self._making: dict[tuple[str, ...], threading.Lock] = defaultdict(threading.Lock)
         """Held while the page of a kind about these folders is made: one folder that takes long has
         only one place."""
-        self.hosts = re.compile(
-            rf"(localhost|{re.escape(host)}|{re.escape(os.uname().nodename)}|[\d.]+)(:\d+)?", re.I
-        )
+        own_names = rf"localhost|{re.escape(host)}|{re.escape(os.uname().nodename)}"
+        self.hosts = re.compile(rf"({own_names}|[\d.]+)(:\d+)?", re.IGNORECASE)
         """Addresses, and names of this machine. Any other name in a Host header could be that of a
         site that sends its visitors' browsers here (DNS rebinding)."""
         super().__init__((host, port), Handler)
@@ -305,7 +332,8 @@ class Server(ThreadingHTTPServer):
         runs = find_runs(self.root)
         names = query.get("run", [])
         are_listed = runs.keys() >= set(names)
-        if not names or len(names) > MAX_COMPARED or not are_listed:
+        has_right_number = 1 <= len(names) <= MAX_COMPARED
+        if not has_right_number or not are_listed:
             raise ConfigError(
                 f"{', '.join(names)}: choose 1 to {MAX_COMPARED} runs that are in {self.root}"
             )
@@ -313,7 +341,8 @@ class Server(ThreadingHTTPServer):
 
     def make(self, kind: str, folders: Sequence[Path]) -> str:
         """The page of a kind about run folders, made in another process."""
-        with self._making[kind, *map(str, folders)], self._places:
+        key = (kind, *map(str, folders))
+        with self._making[key], self._places:
             return make_page(kind, folders, self.limit_s)
 
 
@@ -335,14 +364,17 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, _, text = self.path.partition("?")
         query = parse_qs(text)
-        knows_token = self._is_token(query.get("token", [""])[0])
-        is_for_us = self.server.hosts.fullmatch(self.headers.get("Host", ""))
+        first_token = query.get("token", [""])[0]
+        knows_token = self._is_token(first_token)
+        host = self.headers.get("Host", "")
+        is_for_us = self.server.hosts.fullmatch(host)
         if not is_for_us or not (knows_token or self._has_cookie()):
             self._send(403, "403: open the URL that `rolepool serve` printed\n", TEXT)
         elif knows_token:
             # From now on the browser sends the cookie, and its address bar does not show the token.
             cookie = f"{self.server.cookie}; Path=/; HttpOnly; SameSite=Strict"
-            self._send(303, "", {"Location": "/", "Set-Cookie": cookie})
+            headers = {"Location": "/", "Set-Cookie": cookie}
+            self._send(303, "", headers)
         elif path not in PAGES:
             self._send(404, "404: there is no such page\n", TEXT)
         else:
@@ -354,7 +386,11 @@ class Handler(BaseHTTPRequestHandler):
     def _has_cookie(self) -> bool:
         expected = self.server.cookie.encode()
         cookies = self.headers.get("Cookie", "").split(";")
-        return any(secrets.compare_digest(word.strip().encode(), expected) for word in cookies)
+        for word in cookies:
+            cookie = word.strip().encode()
+            if secrets.compare_digest(cookie, expected):
+                return True
+        return False
 
     def _answer(self, path: str, query: Query) -> None:
         status = 200
@@ -375,7 +411,11 @@ class Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, text: str, headers: dict[str, str]) -> None:
         body = text.encode(errors="replace")
         self.send_response(status)
-        all_headers = {**HEADERS, **headers, "Content-Length": str(len(body))}
+        all_headers = {
+            **HEADERS,
+            **headers,
+            "Content-Length": str(len(body)),
+        }
         for name, value in all_headers.items():
             self.send_header(name, value)
         self.end_headers()

@@ -15,6 +15,11 @@ MAX_STEPS = 200
 """Steps over which averages are computed."""
 
 SpansByStep = Mapping[int, Sequence[Recorded]]
+KindOfTime = tuple[str, str, str]
+"""A kind of time ("busy" or a kind of wait), and the pool and operation that a rank worked on or
+waited for."""
+Link = tuple[str, str]
+"""A pool and an operation on the critical path; two empty names for hand-overs between calls."""
 
 
 class Summary(NamedTuple):
@@ -24,12 +29,10 @@ class Summary(NamedTuple):
     step_s: float
     num_ranks: Mapping[str, int]
     """Ranks of each pool."""
-    pools_s: dict[str, dict[tuple[str, str, str], float]]
-    """Where each pool's time went: seconds per step, averaged over its ranks, by kind ("busy" or a
-    kind of wait), and the pool and operation that it worked on or waited for."""
-    path_s: dict[tuple[str, str], float]
-    """Seconds of the critical path per step, by pool and operation; hand-overs between calls have
-    two empty names."""
+    pools_s: dict[str, dict[KindOfTime, float]]
+    """Where each pool's time went: seconds per step, averaged over its ranks."""
+    path_s: dict[Link, float]
+    """Seconds of the critical path per step."""
     saved_s: float
 
 
@@ -56,8 +59,8 @@ def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -
     steps = _choose_steps(sorted(bounds))
     count = len(steps)
     num_ranks: Counter[str] = Counter()
-    pools_s: dict[str, dict[tuple[str, str, str], float]] = defaultdict(lambda: defaultdict(float))
-    path_s: dict[tuple[str, str], float] = defaultdict(float)
+    pools_s: dict[str, dict[KindOfTime, float]] = defaultdict(lambda: defaultdict(float))
+    path_s: dict[Link, float] = defaultdict(float)
     saved_s = 0.0
 
     for step in steps:
@@ -66,16 +69,19 @@ def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -
         # The union of two counters has the larger count of each pool.
         num_ranks |= Counter(pool for pool, _ in spans.of_rank)
 
-        for (pool, _), lane in lanes(spans, start_s, end_s).items():
+        lanes_of_ranks = lanes(spans, start_s, end_s)
+        for (pool, _), lane in lanes_of_ranks.items():
             pool_s = pools_s[pool]
             for piece in lane:
                 kind_of_time = (piece.kind, piece.pool, piece.operation)
                 pool_s[kind_of_time] += piece.duration_s / num_ranks[pool] / count
 
-        for link in critical_path(spans, start_s, end_s):
-            path_s[link.pool, link.operation] += link.duration_s / count
+        for piece in critical_path(spans, start_s, end_s):
+            link = (piece.pool, piece.operation)
+            path_s[link] += piece.duration_s / count
 
-        saved_s += step_metrics(spans, start_s, end_s)["overlap/saved_s"] / count
+        metrics = step_metrics(spans, start_s, end_s)
+        saved_s += metrics["overlap/saved_s"] / count
 
     return Summary(
         steps=steps,
@@ -91,11 +97,20 @@ def _choose_steps(steps: Sequence[int]) -> list[int]:
     """At most `MAX_STEPS` steps, evenly spaced. The first step is skipped if there are others,
     because it includes the warm-up."""
     candidates = steps[1:] or steps
-    count = min(len(candidates), MAX_STEPS)
-    return [candidates[len(candidates) * index // count] for index in range(count)]
+    num_candidates = len(candidates)
+    count = min(num_candidates, MAX_STEPS)
+    chosen = []
+    for index in range(count):
+        place = num_candidates * index // count
+        chosen.append(candidates[place])
+    return chosen
 
 
 def _mean_step_s(steps: Sequence[int], bounds: Mapping[int, tuple[float, float]]) -> float:
     if not steps:
         return 0.0
-    return fmean(bounds[step][1] - bounds[step][0] for step in steps)
+    durations_s = []
+    for step in steps:
+        start_s, end_s = bounds[step]
+        durations_s.append(end_s - start_s)
+    return fmean(durations_s)

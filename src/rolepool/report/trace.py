@@ -41,7 +41,7 @@ def _events(timeline: Timeline) -> Iterator[Event]:
     slices: list[Slice] = []
     for step, operation, span in timeline:
         piece = Slice(
-            threads[span.pool, span.rank],
+            thread=threads[span.pool, span.rank],
             start_us=_microseconds(span.start_s, timeline),
             end_us=_microseconds(span.end_s, timeline),
         )
@@ -82,15 +82,29 @@ def _names(threads: Mapping[Rank, Thread]) -> Iterator[Event]:
     for pool, number in sorted(processes.items()):
         yield from _name_and_place("process", {"pid": number}, name=pool, place=number)
     for (pool, rank), thread in threads.items():
-        yield from _name_and_place("thread", thread, name=f"{pool} rank {rank}", place=rank)
+        name = f"{pool} rank {rank}"
+        yield from _name_and_place("thread", thread, name=name, place=rank)
 
 
 def _name_and_place(
-    kind: str, numbers: Mapping[str, int], name: str, place: int
+    kind: str,
+    numbers: Mapping[str, int],
+    name: str,
+    place: int,
 ) -> Iterator[Event]:
     """The name of a process or a thread, and its place among the others on the screen."""
-    yield {"ph": "M", "name": f"{kind}_name", **numbers, "args": {"name": name}}
-    yield {"ph": "M", "name": f"{kind}_sort_index", **numbers, "args": {"sort_index": place}}
+    yield {
+        "ph": "M",
+        "name": f"{kind}_name",
+        **numbers,
+        "args": {"name": name},
+    }
+    yield {
+        "ph": "M",
+        "name": f"{kind}_sort_index",
+        **numbers,
+        "args": {"sort_index": place},
+    }
 
 
 def _arrow(identity: int, source: Slice, target: Slice) -> Iterator[Event]:
@@ -102,6 +116,16 @@ def _arrow(identity: int, source: Slice, target: Slice) -> Iterator[Event]:
     leaves_us = min(source.end_us - 1, arrives_us)
     leaves_us = max(leaves_us, source.start_us)
     arrow = {"name": "data", "cat": "data", "id": identity}
-    yield {"ph": "s", **arrow, **source.thread, "ts": leaves_us}
-    # "bp": "e" binds the arrow to the slice that encloses its end.
-    yield {"ph": "f", "bp": "e", **arrow, **target.thread, "ts": arrives_us}
+    yield {
+        "ph": "s",
+        **arrow,
+        **source.thread,
+        "ts": leaves_us,
+    }
+    yield {
+        "ph": "f",
+        "bp": "e",  # binds the arrow to the slice that encloses its end
+        **arrow,
+        **target.thread,
+        "ts": arrives_us,
+    }

@@ -66,12 +66,17 @@ class WatchedRun:
     def __init__(self, folder: str | Path) -> None:
         self.run = read_run(folder, LAST_BYTES, sampled_lines)
         self.current = parts_of(self.run)[-1]
-        state = self.run.read_whole("state.json", TypeAdapter(State).validate_json)
-        self.state = None
+        self.state = self._read_state()
         """What runs now; None if that is not known."""
-        if state is not None and time.time() - state.time_s < SILENT_S:
-            if not self.run.is_finished:
-                self.state = state
+
+    def _read_state(self) -> State | None:
+        state = self.run.read_whole("state.json", TypeAdapter(State).validate_json)
+        if state is None or self.run.is_finished:
+            return None
+        age_s = time.time() - state.time_s
+        if age_s >= SILENT_S:
+            return None
+        return state
 
     def _recent(self, name: str) -> list[float]:
         """Values of the steps with the current placement."""
@@ -80,9 +85,11 @@ class WatchedRun:
     def frame(self) -> Group:
         """What to show now."""
         times_s = self._recent("timing_s/step")[-RECENT_STEPS:]
-        words = Text(", ".join(self._words(times_s)), style="bold")
+        title = ", ".join(self._words(times_s))
+        words = Text(title, style="bold")
         # Steps that are too short would have ended before the frame is read.
-        if self.state is not None and fmean(times_s or [SHORT_S]) >= SHORT_S:
+        can_be_followed = fmean(times_s or [SHORT_S]) >= SHORT_S
+        if self.state is not None and can_be_followed:
             lanes = self._live_lanes(self.state, times_s)
         else:
             lanes = self._recorded_lanes()
@@ -98,8 +105,9 @@ class WatchedRun:
         if times_s:
             yield f"{duration(times_s[-1])} per step"
         if times_s and run.num_steps is not None and not run.is_finished:
-            left_s = (run.num_steps - run.step) * fmean(times_s)
-            yield f"about {timedelta(seconds=round(left_s))} left"
+            num_left = run.num_steps - run.step
+            left_s = round(num_left * fmean(times_s))
+            yield f"about {timedelta(seconds=left_s)} left"
         for name, count in run.event_counts.items():
             yield f"{name}: {count}"
         yield state_of(run, is_silent=self.state is None)
@@ -108,7 +116,8 @@ class WatchedRun:
         rewards = list(finite_values(self.run.metrics, REWARD).values())
         if not rewards:
             return "no reward yet"
-        return f"reward {sparkline(rewards, width=50)} {rewards[0]:.3f} -> {rewards[-1]:.3f}"
+        bars = sparkline(rewards, width=50)
+        return f"reward {bars} {rewards[0]:.3f} -> {rewards[-1]:.3f}"
 
     def _live_lanes(self, state: State, times_s: Sequence[float]) -> Iterator[Text]:
         """What each pool has done since the step began, on an axis as long as the last steps
@@ -124,7 +133,8 @@ class WatchedRun:
             for name, start_s, end_s in calls:
                 if end_s is None:
                     running += f"{name} for {duration(now_s - start_s)}"
-                bars.append((name, start_s - since_s, (end_s or now_s) - since_s))
+                until_s = end_s or now_s
+                bars.append((name, start_s - since_s, until_s - since_s))
             yield self._title(f"{pool}: {running or 'waiting'}", pool)
             yield lane(bars, axis_s)
 
@@ -134,11 +144,14 @@ class WatchedRun:
         bounds = step_bounds(self.current.spans)
         if not bounds:
             return
-        step, (start_s, end_s) = max(bounds.items())
-        yield Text(f"step {step}, the last one recorded; a line is {duration(end_s - start_s)}")
-        for pool, bars in first_rank_lanes(self.current.spans, start_s, end_s).items():
+        step = max(bounds)
+        start_s, end_s = bounds[step]
+        step_s = end_s - start_s
+        yield Text(f"step {step}, the last one recorded; a line is {duration(step_s)}")
+        lanes = first_rank_lanes(self.current.spans, start_s, end_s)
+        for pool, bars in lanes.items():
             yield self._title(pool, pool)
-            yield lane(bars, end_s - start_s)
+            yield lane(bars, step_s)
 
     def _title(self, words: str, pool: str) -> Text:
         """The words, how busy the pool was in the last steps, and its utilization and memory in the
@@ -163,14 +176,23 @@ def lane(bars: Sequence[Bar], axis_s: float) -> Text:
     for operation, start_s, end_s in bars:
         first = int(max(start_s, 0) * cells_per_s)
         after = max(first + 1, round(end_s * cells_per_s))
-        cells += ["."] * (first - len(cells))
-        cells[first:] = [operation] * (after - first)
+        num_idle = first - len(cells)
+        num_busy = after - first
+        cells += ["."] * num_idle
+        cells[first:] = [operation] * num_busy
+
     colors = colors_for({operation for operation, _, _ in bars})
     text = Text(" ")
     for operation, group in groupby(cells):
+        fill = "="
+        style = "dim"
+        if operation == ".":
+            fill = "."
+        if operation in colors:
+            style = f"black on {colors[operation]}"
         width = len(list(group))
-        fill = "." if operation == "." else "="
+        # If there is room, the last cell stays empty, so that two operations do not touch.
         name = operation[: max(width - 1, 1)]
         letters = name.ljust(width - 1, fill).ljust(width)
-        text.append(letters, f"black on {colors[operation]}" if operation in colors else "dim")
+        text.append(letters, style)
     return text
