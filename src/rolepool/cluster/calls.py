@@ -384,11 +384,12 @@ def without_padding(result: Value, share: Share | None) -> Value:
     if share is None or not isinstance(result, DataProto | list | torch.Tensor | np.ndarray):
         return result
     num_real = len(share.rows)
-    has_no_padding = num_real == share.size
-    consists_of_rows = len(result) >= share.size and len(result) % share.size == 0
-    if has_no_padding or not consists_of_rows:
+    if num_real == share.size:  # there is no padding
         return result
-    num_results_per_row = len(result) // share.size
+    num_results = len(result)
+    if num_results < share.size or num_results % share.size:
+        return result
+    num_results_per_row = num_results // share.size
     trimmed = result[: num_results_per_row * num_real]
     if isinstance(trimmed, DataProto) and IS_PADDING_KEY in trimmed.columns():
         trimmed.pop([IS_PADDING_KEY])

@@ -102,13 +102,16 @@ def _check_model_folders(cluster: Cluster, config: Config) -> None:
 
 def _folder_keys(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """The keys that name the folders of models, and the pools that read them."""
-    keys: list[tuple[str, str]] = []
+    keys_and_pools: list[tuple[str, str]] = []
     for role, pool in plan.roles.items():
         section = ROLE_SPECS[role].model
-        keys.append((f"{section}.path", pool))
+        key = f"{section}.path"
+        keys_and_pools.append((key, pool))
     if config.at(TOKENIZER_KEY) is not None:
-        keys.append((TOKENIZER_KEY, plan.roles[Role.Rollout]))
-    return list(dict.fromkeys(keys))
+        rollout_pool = plan.roles[Role.Rollout]
+        keys_and_pools.append((TOKENIZER_KEY, rollout_pool))
+    # Several roles of a pool may have the same model.
+    return list(dict.fromkeys(keys_and_pools))
 
 
 # The roles
