@@ -295,7 +295,9 @@ def _probs_diff(scored: DataProto, mask: Tensor) -> dict[str, float]:
         log_probs = pad_ragged(scored.batch[name])
         return log_probs[mask].double().exp()
 
-    apart = (probs_of("rollout_log_probs") - probs_of("old_log_probs")).abs()
+    of_rollout = probs_of("rollout_log_probs")
+    of_actor = probs_of("old_log_probs")
+    apart = (of_rollout - of_actor).abs()
     return {
         "training/rollout_probs_diff_mean": float(apart.mean()),
         "training/rollout_probs_diff_max": float(apart.max()),

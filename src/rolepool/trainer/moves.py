@@ -94,7 +94,12 @@ def check_move(
     PlacementError.raise_if_any(problems)
 
 
-def changed_pools(config: Config, plan: Plan, new_config: Config, new_plan: Plan) -> list[str]:
+def changed_pools(
+    config: Config,
+    plan: Plan,
+    new_config: Config,
+    new_plan: Plan,
+) -> list[str]:
     """The pools of the new plan that need new processes. Pools with the same GPUs, roles and groups
     are kept."""
     if config.at(TENSOR_PARALLEL) != new_config.at(TENSOR_PARALLEL):

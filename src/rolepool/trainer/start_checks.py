@@ -22,7 +22,11 @@ from rolepool.placement.checks import find_problems, find_warnings
 from rolepool.placement.roles import ROLE_SPECS, Role, model_of
 
 
-def check_start(loaded: LoadedConfig, reward: UserFunction | None = None, *more: str) -> list[str]:
+def check_start(
+    loaded: LoadedConfig,
+    reward: UserFunction | None = None,
+    *more: str,
+) -> list[str]:
     """Raise ConfigError with all problems, also with `more` that were found before, or return the
     warnings, a line for each."""
     checked(Draft(loaded, more), reward)
