@@ -66,10 +66,15 @@ def plan(
     if inventory is not None and not isinstance(inventory, str):
         inventory = ",".join(map(str, inventory))
     nodes = None if inventory is None else parse_inventory(inventory)
-    memory_bytes = detect_gpu_memory() if gpu_memory is None else parse_memory(str(gpu_memory))
+    if gpu_memory is None:
+        memory_bytes = detect_gpu_memory()
+    else:
+        memory_bytes = parse_memory(str(gpu_memory))
     hardware = Hardware(nodes, memory_bytes)
-    draft = read_config([*_files(config, keys), _named(model, placement)])
-    summary = summarise(checked_for_plan(draft, hardware), hardware)
+    sources = [*_files(config, keys), _named(model, placement)]
+    draft = read_config(sources)
+    loaded = checked_for_plan(draft, hardware)
+    summary = summarise(loaded, hardware)
     PlacementError.raise_if_any(summary.problems)
     return summary
 
@@ -118,19 +123,23 @@ def train(
     function = reward if callable(reward) else None
     if function is not None:
         name = getattr(function, "__name__", type(function).__name__)
-        sources.append({"custom_reward_function": {"path": PYTHON_FUNCTION, "name": name}})
+        keys_of_reward = {"path": PYTHON_FUNCTION, "name": name}
+        sources.append({"custom_reward_function": keys_of_reward})
         with collected(problems):
             _check_can_be_sent(function, name)
     elif reward is not None:
         sources.append({"custom_reward_function.path": reward})
-    with DataFiles(read_config(sources).loaded.config) as files:
+    draft = read_config(sources)
+    with DataFiles(draft.loaded.config) as files:
         keys_of_data: dict[str, Any] = {}
-        for split, rows in {"train": data, "val": val_data}.items():
+        rows_of_splits = {"train": data, "val": val_data}
+        for split, rows in rows_of_splits.items():
             if rows is None:
                 continue
-            keys_of_data[f"data.{split}_files"] = []
+            key = f"data.{split}_files"
+            keys_of_data[key] = []
             with collected(problems):
-                keys_of_data[f"data.{split}_files"] = files.of(rows, split)
+                keys_of_data[key] = files.of(rows, split)
         draft = read_config([*sources, keys_of_data])
         wrong_keys = [key for key, paths in keys_of_data.items() if not paths]
         loaded = checked(draft.with_problems(problems, wrong_keys), function)
@@ -196,7 +205,8 @@ class Run:
 
         page = self.folder / "report.html" if path is None else Path(path)
         with only_reading(), explained(f"report {page}: cannot be written", "give another path"):
-            return write_atomically(page, [render(self._read(last_bytes=math.inf))])
+            run = self._read(last_bytes=math.inf)
+            return write_atomically(page, [render(run)])
 
     def move(
         self,
@@ -215,7 +225,12 @@ class Run:
             with only_reading(*words):
                 plan, loaded = moved(saved.config, words)
                 gpu_memory_bytes = None if plan.device == "cpu" else detect_gpu_memory()
-                check_move(loaded.config, plan, gpu_memory_bytes, before=self._read().plan)
+                check_move(
+                    loaded.config,
+                    plan,
+                    gpu_memory_bytes,
+                    before=self._read().plan,
+                )
         return ask_run(self.folder, words, timeout_s, on_progress)
 
     def export(self, folder: str | Path, step: int | None = None, role: str = "actor") -> Path:
@@ -238,7 +253,8 @@ def _files(
     another needs."""
     if isinstance(config, str | Path | Mapping | LoadedConfig):
         return [_as_file(config), keys]
-    return [*(_as_file(source) for source in config), keys]
+    files = [_as_file(source) for source in config]
+    return [*files, keys]
 
 
 def _as_file(source: Source) -> loading.ConfigSource:
@@ -247,18 +263,25 @@ def _as_file(source: Source) -> loading.ConfigSource:
         # They may have been loaded in another process.
         import_extensions(source.config.trainer.extensions)
         # Only the keys that were set, so that others still follow them.
-        return loading.PlainValues({key: source.value_of(key) for key in sorted(source.set_keys)})
-    return source if isinstance(source, Mapping) else str(source)
+        values = {key: source.value_of(key) for key in sorted(source.set_keys)}
+        return loading.PlainValues(values)
+    if isinstance(source, Mapping):
+        return source
+    return str(source)
 
 
-def _named(model: str | Path | None, placement: str | Mapping[str, Any] | None) -> dict[str, Any]:
+def _named(
+    model: str | Path | None,
+    placement: str | Mapping[str, Any] | None,
+) -> dict[str, Any]:
     """The keys that the arguments of these names stand for."""
     keys: dict[str, Any] = {}
     if model is not None:
         keys["actor_rollout_ref.model.path"] = model
-    if placement is not None:
-        is_section = isinstance(placement, Mapping)
-        keys["placement"] = placement if is_section else {"strategy": placement}
+    if isinstance(placement, Mapping):
+        keys["placement"] = placement
+    elif placement is not None:
+        keys["placement"] = {"strategy": placement}
     return keys
 
 

@@ -35,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int | None:
     name = arguments[0] if arguments else "--help"
     if name in COMMANDS:
-        parser = Parser(f"rolepool {name}", COMMANDS[name].__doc__, WORDS.get(name))
-        return COMMANDS[name](parser, arguments[1:])
+        command = COMMANDS[name]
+        parser = Parser(f"rolepool {name}", command.__doc__, WORDS.get(name))
+        return command(parser, arguments[1:])
     if name == "--version":
         print(f"rolepool {__version__}")
     elif name in ("-h", "--help", "help"):
@@ -78,12 +79,15 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
     from rolepool.planning import Hardware, checked_for_plan, summarise
 
     draft = read_words(options)
-    inventory = None if options.inventory is None else parse_inventory(options.inventory)
+    inventory: tuple[int, ...] | None = None
+    if options.inventory is not None:
+        inventory = parse_inventory(options.inventory)
     if options.live:
         from rolepool.cluster.cluster import live_inventory
 
         config = draft.checked().config
-        inventory = live_inventory(config.ray_kwargs.ray_init.address, config.trainer.device)
+        address = config.ray_kwargs.ray_init.address
+        inventory = live_inventory(address, config.trainer.device)
     if options.gpu_memory is None:
         gpu_memory_bytes = detect_gpu_memory()
     else:
@@ -112,7 +116,8 @@ def config(parser: Parser, arguments: list[str]) -> None:
             keys.append(word)
     loaded = load_words(options, inputs)
     if keys:
-        print("\n\n".join(loaded.explain(key) for key in keys))
+        explanations = [loaded.explain(key) for key in keys]
+        print("\n\n".join(explanations))
         return
     print(loaded.to_yaml().rstrip())
     for setting, reason in loaded.without_effect.items():
@@ -189,16 +194,29 @@ def export(parser: Parser, arguments: list[str]) -> None:
     """Write the model of a checkpoint as a Hugging Face model folder."""
     parser.add_argument("run", help="the run folder")
     parser.add_argument("folder", help="the new folder to write")
-    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
-    parser.add_argument("--role", default="actor", help="a role that is trained; default: actor")
+    parser.add_argument(
+        "--step",
+        type=int,
+        help="step of the checkpoint; default: the newest",
+    )
+    parser.add_argument(
+        "--role",
+        default="actor",
+        help="a role that is trained; default: actor",
+    )
     options = parser.parse(arguments)
 
     from rolepool.config.functions import only_reading
     from rolepool.trainer.checkpoint import export_run
 
     with only_reading():
-        saved = export_run(Path(options.run), options.step, Path(options.folder), options.role)
-    print_line(f"{options.folder}: the {options.role} of {saved}")
+        checkpoint = export_run(
+            run=Path(options.run),
+            step=options.step,
+            out_dir=Path(options.folder),
+            role=options.role,
+        )
+    print_line(f"{options.folder}: the {options.role} of {checkpoint}")
 
 
 def report(parser: Parser, arguments: list[str]) -> None:
@@ -213,7 +231,12 @@ def trace(parser: Parser, arguments: list[str]) -> None:
 
 def _write_about_run(parser: Parser, arguments: list[str], name: str) -> None:
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
-    parser.add_argument("-o", "--output", metavar="FILE", help=f"default: {name} in the run folder")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help=f"default: {name} in the run folder",
+    )
     options = parser.parse(arguments)
 
     from rolepool.config.functions import only_reading
@@ -250,7 +273,13 @@ def watch(parser: Parser, arguments: list[str]) -> None:
 def serve(parser: Parser, arguments: list[str]) -> None:
     """Show all runs below a folder in the browser: a live list, the report of each run, and
     comparisons."""
-    parser.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="default: runs")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        default="runs",
+        metavar="FOLDER",
+        help="default: runs",
+    )
     parser.add_argument("--port", type=int, default=0, help="default: a free port")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; default: this machine only"
@@ -265,7 +294,8 @@ def serve(parser: Parser, arguments: list[str]) -> None:
         OverflowError,
     ):
         server = Server(Path(options.folder), options.host, options.port)
-    if not str(server.server_address[0]).startswith("127."):
+    address = str(server.server_address[0])
+    if not address.startswith("127."):
         warning = (
             f"--host {options.host}: other machines can reach this page, and it is not encrypted"
         )
@@ -348,7 +378,8 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
             "compare: needs two runs, or one that moved; give run folders, or --run RECIPE -- PLACEMENTS"
         )
     for name, run in runs.items():
-        print_errors([f"{name}: {note}" for note in run.notes], label="")
+        notes = [f"{name}: {note}" for note in run.notes]
+        print_errors(notes, label="")
     lines = comparison.compare(runs)
     terminal = Terminal(width=comparison.TABLE_WIDTH)
     sentences = [comparison.headline(runs, lines), *comparison.notes_on(runs)]
@@ -473,8 +504,18 @@ def _divided_at_dashes(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def plot(parser: Parser, arguments: list[str]) -> None:
     """Plot the timings of console logs or run folders, and write all numbers as CSV."""
-    parser.add_argument("logs", nargs="+", metavar="LOG", help="console log or folder of a run")
-    parser.add_argument("--output-dir", metavar="DIR", default="plots", help="default: plots")
+    parser.add_argument(
+        "logs",
+        nargs="+",
+        metavar="LOG",
+        help="console log or folder of a run",
+    )
+    parser.add_argument(
+        "--output-dir",
+        metavar="DIR",
+        default="plots",
+        help="default: plots",
+    )
     options = parser.parse(arguments)
 
     from rolepool.report.plots import plot_logs

@@ -103,8 +103,8 @@ def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
 
 def place_of(error: BaseException) -> str:
     """The file and line that raised an error of the user's code, such as "mine.py:12"."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{Path(last.filename).name}:{last.lineno}"
 
 
 def first_few(names: Sequence[str], most: int, separator: str = ", ") -> str:
@@ -122,7 +122,8 @@ def printable(text: str) -> str:
         return text
     for char in set(text) - {"\n", "\t"}:
         if category(char) in CONTROL_CATEGORIES:
-            text = text.replace(char, char.encode("unicode_escape").decode())
+            escaped = char.encode("unicode_escape").decode()
+            text = text.replace(char, escaped)
     return text
 
 
@@ -143,4 +144,6 @@ def one_line(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     text = lines[0].strip()
-    return text if text.isprintable() else repr(text)
+    if text.isprintable():
+        return text
+    return repr(text)

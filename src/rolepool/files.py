@@ -68,11 +68,14 @@ def owned_folder(root: Path, prefix: str, pattern: str) -> Iterator[Path]:
     for left in left_behind(root.glob(pattern)):
         shutil.rmtree(left, ignore_errors=True)
     # It gets its name when it is locked, because other processes remove folders without a lock.
-    new = Path(tempfile.mkdtemp(prefix=f".tmp-{prefix}", dir=root))
-    with locked(new):
-        folder = new.rename(new.with_name(new.name.removeprefix(".tmp-")))
+    unnamed = Path(tempfile.mkdtemp(prefix=f".tmp-{prefix}", dir=root))
+    with locked(unnamed):
+        final_name = unnamed.name.removeprefix(".tmp-")
+        folder = unnamed.rename(unnamed.with_name(final_name))
         try:
             yield folder
         finally:
-            with suppress(OSError):  # who still writes to it by its old name gets an error
-                shutil.rmtree(folder.rename(f"{folder}-removed"), ignore_errors=True)
+            with suppress(OSError):
+                # Who still writes to it by its old name gets an error.
+                removed = folder.rename(f"{folder}-removed")
+                shutil.rmtree(removed, ignore_errors=True)

@@ -45,8 +45,10 @@ class Hardware:
         if "trainer.n_gpus_per_node" in loaded.set_keys:
             return config
         if self.inventory is not None:
-            return config.with_value("trainer.n_gpus_per_node", max(self.inventory))
-        if config.trainer.device == "auto" and self.gpu_memory_bytes is None and not num_gpus():
+            largest = max(self.inventory)
+            return config.with_value("trainer.n_gpus_per_node", largest)
+        is_for_gpus = self.gpu_memory_bytes is not None
+        if config.trainer.device == "auto" and not is_for_gpus and not num_gpus():
             # The plan is not for another machine, and the default is the number of CPU slots.
             return config.with_value("trainer.device", "cpu")
         return config
@@ -71,9 +73,11 @@ def checked_for_plan(draft: Draft, hardware: Hardware) -> LoadedConfig:
     if not draft.problems:
         return draft.loaded
     loaded = draft.loaded
-    return draft.checked(
-        *lines_of(_plan_problems(loaded, hardware), _why_not_started(loaded, hardware))
+    more = lines_of(
+        _plan_problems(loaded, hardware),
+        _why_not_started(loaded, hardware),
     )
+    return draft.checked(*more)
 
 
 def summarise(loaded: LoadedConfig, hardware: Hardware) -> PlanSummary:
@@ -88,8 +92,13 @@ def summarise(loaded: LoadedConfig, hardware: Hardware) -> PlanSummary:
         plan = replan(config)
     except PlacementError as error:
         raise PlacementError([*error.problems, *reasons]) from None
-    on_cpus = plan.device == "cpu" and hardware.inventory is None  # cores of this machine count
-    warnings = [*reasons, *loaded.warnings, *find_warnings(config, plan, on_cpus=on_cpus)]
+    # The cores of this machine count only if the plan is for it.
+    on_cpus = plan.device == "cpu" and hardware.inventory is None
+    warnings = [
+        *reasons,
+        *loaded.warnings,
+        *find_warnings(config, plan, on_cpus=on_cpus),
+    ]
     summary = summary_of(config, plan, hardware.gpu_memory_bytes, replan, warnings)
     if is_here:
         warnings.extend(find_snapshot_warnings(summary.snapshot_bytes))
@@ -109,7 +118,8 @@ def summary_of(
 
     if schedule is None:
         schedule = schedule_of(config)
-    memory = estimate_memory(config, plan, None if plan.device == "cpu" else gpu_memory_bytes)
+    memory_of_slot = None if plan.device == "cpu" else gpu_memory_bytes
+    memory = estimate_memory(config, plan, memory_of_slot)
     return PlanSummary(
         plan,
         overlaps=schedule.overlaps(plan.roles),

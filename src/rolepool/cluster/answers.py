@@ -48,11 +48,13 @@ def await_all(
     while waiting:
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)
         if ready:
-            (outcome,) = outcomes(ready, timeout_s=0)
+            (answer,) = ready
+            (outcome,) = outcomes([answer], timeout_s=0)
             if isinstance(outcome, RayError):
-                raise _failure(asked[ready[0]], what, outcome) from None
+                raise _failure(asked[answer], what, outcome) from None
             if progress is not None:
-                logger.info(progress, len(asked) - len(waiting), len(asked))
+                num_answers = len(asked) - len(waiting)
+                logger.info(progress, num_answers, len(asked))
             continue
         raise_if_ray_died()
         who, pool = asked[waiting[0]]
@@ -107,7 +109,9 @@ def reason_of(error: BaseException) -> str:
     for line in str(error).splitlines():
         # Lines such as "class_name: WorkerProcess" describe the actor, and not what happened.
         is_field = ":" in line[:20]
-        if line.strip() and not is_field:
-            lines.append(line.strip())
+        text = line.strip()
+        if text and not is_field:
+            lines.append(text)
     message = " ".join(lines) or str(error)
-    return message.split("Some common causes include")[0].strip()
+    what_happened, _, _ = message.partition("Some common causes include")
+    return what_happened.strip()

@@ -166,7 +166,12 @@ def unpack_reply(packed: PackedReply, stored: Answer | None = None) -> Reply:
 
 
 def pack_call(
-    call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool
+    call: Call,
+    reads: Keys,
+    parts: int,
+    index: int,
+    *,
+    in_lists: bool,
 ) -> tuple[bytes, Objects]:
     """The message for the ranks of part number `index`, and its references.
 
@@ -186,7 +191,8 @@ def pack_call(
 
     args = [pack(value) for value in call.args]
     kwargs = {name: pack(value) for name, value in call.kwargs.items()}
-    return cloudpickle.dumps(tuple(call._replace(args=args, kwargs=kwargs))), objects
+    packed_call = call._replace(args=args, kwargs=kwargs)
+    return cloudpickle.dumps(tuple(packed_call)), objects
 
 
 def _pack_value(value: Argument, objects: Objects, reads: Keys, split: Split) -> Argument:
@@ -201,7 +207,8 @@ def _pack_value(value: Argument, objects: Objects, reads: Keys, split: Split) ->
             raise DataError(
                 f"{value!r} is collected by a function of the driver; pass the result of its get()"
             )
-        return ResultArgument(_add_replies(value.calls, objects), value.collect)
+        where = _add_replies(value.calls, objects)
+        return ResultArgument(where, value.collect)
     return value
 
 
@@ -213,8 +220,14 @@ def splittable(what: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """
     args = [tensordict_to_batch(value) for value in args]
     kwargs = {name: tensordict_to_batch(value) for name, value in kwargs.items()}
-    all_values: list[tuple[int | str, Argument]] = [*enumerate(args), *kwargs.items()]
-    others = [(name, value) for name, value in all_values if not isinstance(value, Batch)]
+    all_values: list[tuple[int | str, Argument]] = [
+        *enumerate(args),
+        *kwargs.items(),
+    ]
+    others: list[tuple[int | str, Argument]] = []
+    for name, value in all_values:
+        if not isinstance(value, Batch):
+            others.append((name, value))
     has_batch = len(others) < len(all_values)
     for name, value in others:
         # Without a batch, a list is probably meant as the rows.
@@ -241,19 +254,24 @@ def _has_rows(value: Argument) -> bool:
 
 
 def _pack_stripe(stripe: Stripe, objects: Objects, reads: Keys, split: Split) -> StripeArgument:
+    source = stripe.source
     keys = futures.intersection(stripe.keys, reads)
-    if not isinstance(stripe.source, DataProto) and stripe.order is None:
+    if not isinstance(source, DataProto) and stripe.order is None:
         # The driver does not wait for the number of rows: the worker splits the batch itself.
-        return StripeArgument(_add_replies(stripe.source, objects), keys)
+        where = _add_replies(source, objects)
+        return StripeArgument(where, keys)
     share = Share(stripe.num_rows(), split.parts, split.part)
     rows = share.fetched
     if stripe.order is not None:
         rows = stripe.order[rows]
-    if not isinstance(stripe.source, DataProto):
-        return StripeArgument(_add_replies(stripe.source, objects), keys, share.total, rows)
+    if not isinstance(source, DataProto):
+        where = _add_replies(source, objects)
+        return StripeArgument(where, keys, share.total, rows)
+    batch = futures.rows_with_keys(source, rows, keys)
     position = len(objects)
-    objects.append(_as_reply(futures.rows_with_keys(stripe.source, rows, keys)))
-    return StripeArgument(slice(position, position + 1), keys, share.total)
+    objects.append(_as_reply(batch))
+    where = slice(position, position + 1)
+    return StripeArgument(where, keys, share.total)
 
 
 def _as_reply(batch: DataProto) -> SentReply:
@@ -290,7 +308,9 @@ def unpack_call(packed: bytes) -> Call:
 
 
 def resolve_arguments(
-    call: Call, direct: Sequence[PackedReply], stored: Sequence[Answer | None]
+    call: Call,
+    direct: Sequence[PackedReply],
+    stored: Sequence[Answer | None],
 ) -> tuple[Call, Share | None]:
     """The call with the values of its arguments, and which share of its batch this rank has."""
     replies = []
@@ -303,9 +323,10 @@ def resolve_arguments(
 
     args = [resolve(argument) for argument in call.args]
     kwargs = {name: resolve(argument) for name, argument in call.kwargs.items()}
+    resolved = call._replace(args=args, kwargs=kwargs)
     # All batches of a call have the same number of parts, and a worker gets the same one of each.
     share = shares[0] if shares else None
-    return call._replace(args=args, kwargs=kwargs), share
+    return resolved, share
 
 
 def _resolve(argument: Argument, all_replies: Sequence[Reply], shares: list[Share]) -> Argument:
@@ -316,19 +337,23 @@ def _resolve(argument: Argument, all_replies: Sequence[Reply], shares: list[Shar
     if not isinstance(argument, BatchArgument):
         return argument
     if argument.parts == len(argument.stripes) == 1:
-        replies = all_replies[argument.stripes[0].where]
+        (stripe,) = argument.stripes
+        replies = all_replies[stripe.where]
         is_batch = all(reply.header is not None for reply in replies)
         if not is_batch:  # use what `get()` returns
-            return futures.collect_batches(futures.values_of(replies, fetch_stored))
+            values = futures.values_of(replies, fetch_stored)
+            return futures.collect_batches(values)
     share = _share_of(argument, all_replies)
     shares.append(share)
     parts = []
     for stripe in argument.stripes:
         rows = share.fetched if stripe.total is None else stripe.rows
         replies = all_replies[stripe.where]
-        parts.append(futures.gather_rows(replies, rows, stripe.keys, fetch_stored))
+        gathered = futures.gather_rows(replies, rows, stripe.keys, fetch_stored)
+        parts.append(gathered)
+    joined = futures.join_stripes(parts)
     num_padding = share.size - len(share.rows)
-    padded = pad_rows(futures.join_stripes(parts), num_padding)
+    padded = pad_rows(joined, num_padding)
     if len(padded) > share.size:
         # All rows of the part are padding, and the row that they are copies of is in front of them.
         padded = padded[1:]
@@ -339,10 +364,11 @@ def _share_of(argument: BatchArgument, all_replies: Sequence[Reply]) -> Share:
     """Which rows of its batch a worker gets."""
     totals = []
     for stripe in argument.stripes:
-        if stripe.total is None:
-            totals.append(futures.count_rows(all_replies[stripe.where]))
-        else:
-            totals.append(stripe.total)
+        total = stripe.total
+        if total is None:
+            replies = all_replies[stripe.where]
+            total = futures.count_rows(replies)
+        totals.append(total)
     if len(set(totals)) > 1:
         raise DataError(f"the parts of the batch have different numbers of rows: {totals}")
     return Share(totals[0], argument.parts, argument.part)
@@ -358,10 +384,12 @@ def without_padding(result: Value, share: Share | None) -> Value:
     if share is None or not isinstance(result, DataProto | list | torch.Tensor | np.ndarray):
         return result
     num_real = len(share.rows)
-    has_no_padding = num_real == share.size
-    if has_no_padding or len(result) < share.size or len(result) % share.size:
+    if num_real == share.size:  # there is no padding
         return result
-    num_results_per_row = len(result) // share.size
+    num_results = len(result)
+    if num_results < share.size or num_results % share.size:
+        return result
+    num_results_per_row = num_results // share.size
     trimmed = result[: num_results_per_row * num_real]
     if isinstance(trimmed, DataProto) and IS_PADDING_KEY in trimmed.columns():
         trimmed.pop([IS_PADDING_KEY])

@@ -81,7 +81,13 @@ class Cluster(AbstractContextManager["Cluster"]):
         with ExitStack() as cleanup:  # if the start fails, it undoes what was done so far
             cleanup.callback(connect(address, num_ray_cpus, plan.device))
             cleanup.push(_name_ray_as_cause)
-            self._reserved = reservation.reserve(plan, live_nodes(), cleanup, timeout_s, held={})
+            self._reserved = reservation.reserve(
+                plan,
+                live_nodes(),
+                cleanup,
+                timeout_s,
+                held={},
+            )
             places = dict.fromkeys(plan.pools, self._reserved)
             for name, count in (helpers or {}).items():
                 places[name] = reservation.place_for_helpers(name, count)
@@ -122,7 +128,8 @@ class Cluster(AbstractContextManager["Cluster"]):
     def num_live_nodes(self) -> int:
         """How many of the plan's nodes are alive."""
         reserved = {node.node_id for node in self._reserved.nodes}
-        return len(reserved & live_node_ids())
+        still_alive = reserved & live_node_ids()
+        return len(still_alive)
 
     @property
     def has_all_nodes(self) -> bool:
@@ -142,7 +149,11 @@ class Cluster(AbstractContextManager["Cluster"]):
                 raise self._node_was_lost()
             time.sleep(NODE_POLL_S)
         self._reserved = reservation.reserve(
-            self.plan, nodes, self._cleanup, self._timeout_s, self._held()
+            self.plan,
+            nodes,
+            self._cleanup,
+            self._timeout_s,
+            held=self._held(),
         )
 
     def _node_was_lost(self) -> PlacementError:
@@ -167,7 +178,8 @@ class Cluster(AbstractContextManager["Cluster"]):
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
         """Start a pool of processes beside those of the plan, without GPUs."""
         places = {name: reservation.place_for_helpers(name, count)}
-        self._add_groups(launch.start_pools(places, self._cleanup, **self._settings))
+        pools = launch.start_pools(places, self._cleanup, **self._settings)
+        self._add_groups(pools)
         return self.groups[name]
 
     def find_death(self) -> WorkerError | None:
@@ -176,15 +188,17 @@ class Cluster(AbstractContextManager["Cluster"]):
         Processes that were asked since the last repair are not asked again, because Ray tells the
         driver about a death after that.
         """
-        for group in self.groups.values():
+        groups = list(self.groups.values())
+        for group in groups:
             group.break_if_dead()
-        unasked = [group for group in self.groups.values() if not group.was_asked]
+        unasked = [group for group in groups if not group.was_asked]
         for dead, reason in ask_healthy(unasked):
             error = dead.error(f"{dead} died: {reason}", is_death=True)
             self.groups[dead.pool].break_with(error)
-        for group in self.groups.values():
-            if group.broken is not None and group.broken.is_death:
-                return group.broken
+        for group in groups:
+            broken = group.broken
+            if broken is not None and broken.is_death:
+                return broken
         return None
 
     def repair(self) -> list[str]:
@@ -204,7 +218,8 @@ class Cluster(AbstractContextManager["Cluster"]):
                 places[name] = self._reserved
             else:
                 places[name] = reservation.place_for_helpers(name, group.world_size)
-        self._add_groups(launch.start_pools(places, self._cleanup, **self._settings))
+        pools = launch.start_pools(places, self._cleanup, **self._settings)
+        self._add_groups(pools)
         return list(places)
 
     def measure(self, function: Measure[Measured]) -> list[Measured]:
@@ -212,11 +227,14 @@ class Cluster(AbstractContextManager["Cluster"]):
         all processes form one process group during the call. On GPUs each pool uses its own,
         because new connections between GPUs take memory and time; pools of one GPU are left out.
         Returns a result for each process group with several ranks."""
-        pools = [self.groups[name].processes for name in self.plan.pools]
         on_cpu = self._reserved.device == "cpu"
-        if not on_cpu:
-            pools = [members for members in pools if len(members) > 1]
-        num_processes = sum(len(members) for members in pools)
+        pools: list[list[Process]] = []
+        num_processes = 0
+        for name in self.plan.pools:
+            processes = self.groups[name].processes
+            if on_cpu or len(processes) > 1:
+                pools.append(processes)
+                num_processes += len(processes)
         if num_processes < 2:
             return []
         return launch.measure(pools, function, together=on_cpu)
@@ -227,7 +245,11 @@ class Cluster(AbstractContextManager["Cluster"]):
         they are. May run in another thread."""
         with ExitStack() as cleanup:
             reserved = reservation.reserve(
-                plan, live_nodes(), cleanup, self._timeout_s, self._held()
+                plan,
+                live_nodes(),
+                cleanup,
+                self._timeout_s,
+                held=self._held(),
             )
             places = dict.fromkeys(names, reserved)
             processes = launch.start_pools(places, cleanup, **self._settings)
@@ -252,7 +274,8 @@ class Cluster(AbstractContextManager["Cluster"]):
             replaced.append(name)
             group = self.groups.pop(name)
             ended += group.processes
-            group.break_with(WorkerError(f"{name} has ended because the run has moved", pool=name))
+            reason = f"{name} has ended because the run has moved"
+            group.break_with(WorkerError(reason, pool=name))
         _await_end(ended, " and ".join(replaced))
         self._add_groups(prepared.processes)
         self._cleanup.push(prepared.cleanup)

@@ -144,17 +144,23 @@ def _probe(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "://" in address:
         return
-    socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+    host_and_port = (host.strip("[]"), int(port))
+    socket.create_connection(host_and_port, timeout=5.0).close()
     command = [sys.executable, "-P", "-c", PROBE, address]
     try:
-        probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
+        probe = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+        )
     except subprocess.TimeoutExpired:
         problem = (
             f"a program listens there, but did not answer like Ray within {PROBE_TIMEOUT_S:g} s"
         )
         raise TimeoutError(problem) from None
     if probe.returncode:
-        last_line = probe.stderr.strip().rpartition("\n")[2]
+        _, _, last_line = probe.stderr.strip().rpartition("\n")
         raise ConnectionError(last_line) from RuntimeError(probe.stderr)
 
 
@@ -276,11 +282,16 @@ def _end_ray_in(folder: Path) -> None:
     """End the processes of Ray that have a file of the folder open, such as their log."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
-            titles = ("ray::", PREFIX)
-            is_ray = any(word.startswith(titles) or "/ray/" in word for word in process.cmdline())
-            if not is_ray:  # listing open files takes longer than reading the command line
+            if not _is_of_ray(process):  # listing open files takes longer than this
                 continue
             paths = [Path(file.path) for file in process.open_files()]
             if any(path.is_relative_to(folder) for path in paths):
                 process.kill()
                 process.wait(timeout=5.0)
+
+
+def _is_of_ray(process: psutil.Process) -> bool:
+    """Whether the command line of a process is that of a part of Ray, or of one of our workers."""
+    titles = ("ray::", PREFIX)
+    words = process.cmdline()
+    return any(word.startswith(titles) or "/ray/" in word for word in words)

@@ -21,7 +21,8 @@ class Death(NamedTuple):
 
 def has_died(process: Process) -> bool:
     """Whether Ray has told the driver that the process died. This sends no message."""
-    return bool(process.actor._get_local_state() == ActorTableData.ActorState.DEAD)
+    state = process.actor._get_local_state()
+    return bool(state == ActorTableData.ActorState.DEAD)
 
 
 def is_death_of(process: Process, error: object) -> bool:

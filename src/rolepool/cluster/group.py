@@ -37,7 +37,10 @@ class WorkerGroup:
     """The processes of a pool. `Cluster` creates it."""
 
     def __init__(
-        self, name: str, processes: Sequence[Process], all_groups: Mapping[str, WorkerGroup]
+        self,
+        name: str,
+        processes: Sequence[Process],
+        all_groups: Mapping[str, WorkerGroup],
     ) -> None:
         self.name = name
         self.processes = list(processes)
@@ -87,11 +90,23 @@ class WorkerGroup:
         construction = PendingCall(self, role, "__init__")
         for process in self.processes:
             answer = process.actor.add_role.remote(
-                role, worker_class, dims, args, kwargs, time.time()
+                role,
+                worker_class,
+                dims,
+                args,
+                kwargs,
+                time.time(),
             )
             construction.all_objects.append((answer, None))
         ready = CallFuture([construction], lambda results: None)
-        proxy = RoleProxy(self, role, worker_class, dims, ready, keys_read)
+        proxy = RoleProxy(
+            group=self,
+            role_name=role,
+            worker_class=worker_class,
+            dims=dims,
+            ready=ready,
+            keys_read=keys_read,
+        )
         if blocking:
             ready.get()
         self.roles[role] = proxy
@@ -110,7 +125,8 @@ class WorkerGroup:
         file or folder."""
         asked: dict[Answer, Asked] = {}
         for process in self.processes:
-            asked[process.actor.why_missing.remote(str(path))] = Asked(str(process), self.name)
+            answer = process.actor.why_missing.remote(str(path))
+            asked[answer] = Asked(str(process), self.name)
         # Several processes of a node have the same problem.
         problems = set(await_all(asked, f"look for {path}")) - {None}
         ConfigError.raise_if_any(f"{setting}: {problem}; {fix}" for problem in sorted(problems))
@@ -123,7 +139,8 @@ class WorkerGroup:
     def note_duration(self, call: PendingCall, duration_s: float) -> None:
         """Remember how long a call took, if no earlier one of its method took longer."""
         key = (call.role, call.method)
-        self.longest_s[key] = max(self.longest_s.get(key, 0.0), duration_s)
+        longest_s = self.longest_s.get(key, 0.0)
+        self.longest_s[key] = max(longest_s, duration_s)
 
     # Failure
 
@@ -157,20 +174,29 @@ class WorkerGroup:
         if ended is None:
             error = dead.error(f"{dead} died: {death.reason}", is_death=True)
         else:
-            message = f"{dead} died during {ended.role}.{ended.method}: {death.reason}"
-            error = dead.error(message, role=ended.role, method=ended.method, is_death=True)
+            error = dead.error(
+                f"{dead} died during {ended.role}.{ended.method}: {death.reason}",
+                role=ended.role,
+                method=ended.method,
+                is_death=True,
+            )
         self.break_with(error)
         return error
 
     def names_of_broken(self) -> set[str]:
         """The groups of the cluster that cannot be used any more."""
-        return {name for name, group in list(self._all_groups.items()) if group.broken is not None}
+        # A list, because another thread can add groups meanwhile.
+        groups = list(self._all_groups.values())
+        return {group.name for group in groups if group.broken is not None}
 
     def raise_if_another_died(self, known: Collection[str]) -> None:
         """Raise the error about a death in a group that is not one of the `known` ones."""
         for name, group in list(self._all_groups.items()):
-            if name not in known and group.broken is not None and group.broken.is_death:
-                raise group.broken
+            if name in known:
+                continue
+            broken = group.broken
+            if broken is not None and broken.is_death:
+                raise broken
 
     def diagnose(self, error: BaseException, call: PendingCall) -> WorkerError:
         """The error that a failed call raises. It is about the death or the exception that caused
@@ -182,7 +208,8 @@ class WorkerGroup:
             return known
         errors = []
         for death in self._deaths_behind(cause):
-            errors.append(self._all_groups[death.process.pool]._break_after(death, call))
+            group = self._all_groups[death.process.pool]
+            errors.append(group._break_after(death, call))
         self.raise_if_broken()
         if errors:
             return errors[0]
@@ -209,10 +236,10 @@ class WorkerGroup:
         a consequence."""
         pool = cause.pool if isinstance(cause, WorkerError) else None
         for group in self._all_groups.values():
-            is_about_group = pool == group.name or any(
-                is_death_of(process, cause) for process in group.processes
-            )
-            if group.broken is not None and is_about_group:
+            if group.broken is None:
+                continue
+            is_about_process = any(is_death_of(process, cause) for process in group.processes)
+            if pool == group.name or is_about_process:
                 return group.broken
         return None
 
@@ -220,9 +247,13 @@ class WorkerGroup:
         """The first call that was running or queued in a process when the process died."""
         for reference in list(self.recent):
             call = reference()
-            if call is None or process.rank >= len(call.all_refs):
+            if call is None:
                 continue
-            (outcome,) = outcomes([call.all_refs[process.rank]], timeout_s=0)
+            answers = call.all_refs
+            if process.rank >= len(answers):
+                continue
+            answer = answers[process.rank]
+            (outcome,) = outcomes([answer], timeout_s=0)
             if is_death_of(process, outcome):
                 return call
         return None

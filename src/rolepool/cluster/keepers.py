@@ -58,7 +58,11 @@ class Keeper:
 
     def _make_folder(self) -> None:
         self._cleanup.close()
-        folder = owned_folder(self._shared_memory, f"{PREFIX}{os.getpid()}-", f"{PREFIX}*")
+        folder = owned_folder(
+            self._shared_memory,
+            prefix=f"{PREFIX}{os.getpid()}-",
+            pattern=f"{PREFIX}*",
+        )
         self.folder = self._cleanup.enter_context(folder)
 
     @ray.method(concurrency_group="serve")
@@ -67,11 +71,13 @@ class Keeper:
         again."""
         if not self.folder.is_dir():
             self._make_folder()
-        return self.folder, shutil.disk_usage(self.folder).free
+        usage = shutil.disk_usage(self.folder)
+        return self.folder, usage.free
 
     @ray.method(concurrency_group="serve")
     def number_of(self, files: Files) -> int | None:
-        return self._number_of([self.folder / path for path in files])
+        paths = [self.folder / path for path in files]
+        return self._number_of(paths)
 
     @ray.method(concurrency_group="serve")
     def read(self, path: Path, offset: int) -> bytes:
@@ -105,7 +111,8 @@ class Keeper:
 
     def _has(self, number: int, files: Files) -> bool:
         """Whether these files are those of this snapshot."""
-        return self._number_of([self.folder / path for path in files]) == number
+        paths = [self.folder / path for path in files]
+        return self._number_of(paths) == number
 
     @staticmethod
     def _await_number(files: Files, source: ActorHandle, deadline: float) -> int | None:
@@ -119,15 +126,20 @@ class Keeper:
 
     def _copy(self, number: int, files: Files, source: ActorHandle) -> None:
         *others, marker = files
-        for parent in reversed(marker.parents[:-1]):
-            (self.folder / parent).mkdir(exist_ok=True)
-        (self.folder / marker).unlink(missing_ok=True)
+        marker_here = self.folder / marker
+        # `parents` begins with the innermost folder, and ends with ".".
+        parents = reversed(marker.parents[:-1])
+        for parent in parents:
+            folder = self.folder / parent
+            folder.mkdir(exist_ok=True)
+        marker_here.unlink(missing_ok=True)
         for path in others:
             self._copy_file(path, source)
         text: bytes = ray.get(source.read.remote(marker, 0))
+        number_there = ray.get(source.number_of.remote(files))
         # With another number, the ranks have begun to write the next snapshot.
-        if ray.get(source.number_of.remote(files)) == number:
-            write_atomically(self.folder / marker, [text.decode()])
+        if number_there == number:
+            write_atomically(marker_here, [text.decode()])
 
     def _copy_file(self, path: Path, source: ActorHandle) -> None:
         target = self.folder / path
@@ -169,7 +181,10 @@ class Keepers:
 
     def _start(self, node: str) -> ActorHandle:
         actor_class = ray.remote(concurrency_groups={"serve": 2})(Keeper)  # type: ignore[call-overload]
-        with_options = actor_class.options(num_cpus=0, scheduling_strategy=pinned_to(node))
+        with_options = actor_class.options(
+            num_cpus=0,
+            scheduling_strategy=pinned_to(node),
+        )
         return with_options.remote(self._number_of)
 
     def where(self, nodes: Collection[str]) -> dict[str, tuple[Path, int]]:
@@ -193,16 +208,20 @@ class Keepers:
             replies += [reply for reply, _ in call.objects]
         # Each node has its second copy on the next one of the ring.
         ring = list(self._actors)
-        for node, following in zip(ring, [*ring[1:], ring[0]], strict=True):
-            if files_on[node]:
-                source = self._actors[node]
-                target = self._actors[following]
-                target.fetch.remote(number, files_on[node], [source], *replies)
+        next_in_ring = [*ring[1:], ring[0]]
+        for node, following in zip(ring, next_in_ring, strict=True):
+            files_here = files_on[node]
+            if not files_here:
+                continue
+            source = self._actors[node]
+            target = self._actors[following]
+            target.fetch.remote(number, files_here, [source], *replies)
 
     def gather(self, number: int, ranks: Sequence[Files], nodes: Collection[str]) -> bool:
         """Copy to each of these nodes what it does not have of a role's snapshot. Returns whether
         it has all now."""
-        answers = self._ask(nodes, "fetch", number, ranks, list(self._actors.values()))
+        sources = list(self._actors.values())
+        answers = self._ask(nodes, "fetch", number, ranks, sources)
         return all(answers.get(node) for node in nodes)
 
     def remove(self, place: str, nodes: Collection[str]) -> None:
@@ -227,14 +246,22 @@ class Keepers:
                 good[node] = answer
                 continue
             if node not in self._failing:
-                logger.warning("the snapshots on node %s are not used: %s", node, one_line(answer))
+                logger.warning(
+                    "the snapshots on node %s are not used: %s",
+                    node,
+                    one_line(answer),
+                )
             self._actors.pop(node, None)
             self._failing.add(node)
         self._failing -= good.keys()
         return good
 
     def _ask_here(
-        self, keeper: Keeper, nodes: Collection[str], method: str, *args: Argument
+        self,
+        keeper: Keeper,
+        nodes: Collection[str],
+        method: str,
+        *args: Argument,
     ) -> Answers:
         try:
             answer = getattr(keeper, method)(*args)
@@ -247,6 +274,8 @@ class Keepers:
         for node in nodes:
             if node not in self._actors:
                 self._actors[node] = self._start(node)
-            asked[node] = getattr(self._actors[node], method).remote(*args)
+            actor = self._actors[node]
+            remote_method = getattr(actor, method)
+            asked[node] = remote_method.remote(*args)
         answers = outcomes(asked.values(), ANSWER_TIMEOUT_S)
         return dict(zip(asked, answers, strict=True))

@@ -55,7 +55,12 @@ class Process(Whereabouts):
     def error(self, problem: str, **call: str | int | None) -> WorkerError:
         """An error about this process."""
         return WorkerError(
-            problem, pool=self.pool, rank=self.rank, node=self.address, pid=self.pid, **call
+            problem,
+            pool=self.pool,
+            rank=self.rank,
+            node=self.address,
+            pid=self.pid,
+            **call,
         )
 
 
@@ -68,7 +73,11 @@ class _Starting(NamedTuple):
 
 
 def start_pools(
-    places: Mapping[str, Reservation], cleanup: ExitStack, *, run_seed: int, deterministic: bool
+    places: Mapping[str, Reservation],
+    cleanup: ExitStack,
+    *,
+    run_seed: int,
+    deterministic: bool,
 ) -> dict[str, list[Process]]:
     """Start the processes of these pools, all pools at the same time, each in the place that is
     reserved for it. Returns the processes of each pool.
@@ -82,7 +91,8 @@ def start_pools(
         pools[name] = _in_rank_order(name, places[name], processes)
     _start_mps(places, pools)
     _form_pools(places, pools, run_seed, deterministic)
-    _measure_clocks(chain(*pools.values()))
+    all_processes = chain(*pools.values())
+    _measure_clocks(all_processes)
     return pools
 
 
@@ -95,17 +105,22 @@ def _start_processes(
     starting: list[_Starting] = []
     asked: dict[Answer, Asked] = {}
     for name, reserved in places.items():
-        for slot in reserved.plan.pools[name].slots:
-            bundle = reserved.bundles[reserved.nodes[slot.node].node_id, slot.gpu]
+        part_of_gpu = 0 if reserved.device == "cpu" else BUNDLE_PART
+        working_folder = str(Path.cwd())
+        pool = reserved.plan.pools[name]
+        for slot in pool.slots:
+            node = reserved.nodes[slot.node]
+            bundle = reserved.bundles[node.node_id, slot.gpu]
             with_options = actor_class.options(
                 num_cpus=0,
-                num_gpus=0 if reserved.device == "cpu" else BUNDLE_PART,
+                num_gpus=part_of_gpu,
                 max_restarts=0,
                 scheduling_strategy=bundle,
             )
-            actor = with_options.remote(str(Path.cwd()), EXTENSIONS)
+            actor = with_options.remote(working_folder, EXTENSIONS)
             cleanup.callback(ray.kill, actor)
-            asked[actor.whereabouts.remote()] = Asked(f"a process of {name}", name)
+            answer = actor.whereabouts.remote()
+            asked[answer] = Asked(f"a process of {name}", name)
             starting.append(_Starting(name, bundle, actor))
     answers = await_all(asked, "start", "started %d of %d worker processes")
     started: dict[str, list[Process]] = {name: [] for name in places}
@@ -129,8 +144,9 @@ def _in_rank_order(pool: str, reserved: Reservation, started: Sequence[Process])
         index_of = {node.node_id: index for index, node in enumerate(reserved.nodes)}
         holder_of: dict[Slot, Process] = {}
         for process in started:
-            slot = Slot(index_of[process.node_id], process.gpus[0])
-            holder_of.setdefault(slot, process)
+            node = index_of[process.node_id]
+            gpu = process.gpus[0]
+            holder_of.setdefault(Slot(node, gpu), process)
         for rank, slot in enumerate(planned):
             if slot not in holder_of:
                 others = holder_of.keys() - set(planned)
@@ -146,7 +162,8 @@ def _not_as_planned(
 ) -> PlacementError:
     """The error about a rank that did not get its slot; its pool got others."""
     planned = f"{pool} rank {rank} is planned for node {slot.node} GPU {slot.gpu}"
-    assigned = " and ".join(f"node {node} GPU {gpu}" for node, gpu in sorted(others))
+    in_order = sorted(others)
+    assigned = " and ".join(f"node {node} GPU {gpu}" for node, gpu in in_order)
     users = users_of(reserved.nodes[slot.node])
     held = f"GPU {slot.gpu} is held by another job; on the node: {users}"
     fix = "wait until that job ends, or plan with fewer GPUs"
@@ -159,15 +176,18 @@ def _start_mps(places: Mapping[str, Reservation], pools: Mapping[str, Sequence[P
     sharing: dict[str, list[Process]] = defaultdict(list)
     for name, processes in pools.items():
         plan = places[name].plan
-        if plan.mps and name in plan.sharing_pools:
-            for process in processes:
-                sharing[process.node_id].append(process)
+        uses_mps = plan.mps and name in plan.sharing_pools
+        if not uses_mps:
+            continue
+        for process in processes:
+            sharing[process.node_id].append(process)
     if not sharing:
         return
     asked: dict[Answer, Asked] = {}
     for processes in sharing.values():
         first = processes[0]
-        asked[first.actor.start_mps.remote()] = Asked(str(first), first.pool)
+        answer = first.actor.start_mps.remote()
+        asked[answer] = Asked(str(first), first.pool)
     answers = await_all(asked, "start CUDA MPS (placement.mps=true)")
     for processes, variables in zip(sharing.values(), answers, strict=True):
         # A process runs this before it takes its rank, which is when it first uses its GPU.
@@ -195,7 +215,8 @@ def _form_pools(
             run_seed=run_seed,
             deterministic=deterministic,
         )
-        master = _give_ranks(processes, context, reserved.plan.pools[name].share)
+        pool = reserved.plan.pools[name]
+        master = _give_ranks(processes, context, pool.share)
         secret = secrets.token_hex(16)
         for process in processes:
             answer = process.actor.join_pool.remote(master, secret, START_TIMEOUT_S)
@@ -209,22 +230,29 @@ def _give_ranks(processes: Sequence[Process], context: WorkerContext, share: flo
     node_ids = [process.node_id for process in processes]
     addresses: list[Answer] = []
     for rank, process in enumerate(processes):
+        node_ids_before = node_ids[:rank]
         of_rank = replace(
             context,
             rank=rank,
-            local_rank=node_ids[:rank].count(process.node_id),
+            local_rank=node_ids_before.count(process.node_id),
             local_world_size=node_ids.count(process.node_id),
         )
-        addresses.append(process.actor.take_rank.remote(of_rank, share))
+        address = process.actor.take_rank.remote(of_rank, share)
+        addresses.append(address)
     return addresses[0]
 
 
 def measure(
-    pools: Collection[Sequence[Process]], function: Measure[Measured], *, together: bool
+    pools: Collection[Sequence[Process]],
+    function: Measure[Measured],
+    *,
+    together: bool,
 ) -> list[Measured]:
     """Call a function in every process, with the process group of its pool, or with one of all
     processes. Returns the result of the first rank of each group."""
-    groups = [list(chain(*pools))] if together else pools
+    groups = pools
+    if together:
+        groups = [list(chain(*pools))]
     asked: dict[ray.ObjectRef[Measured], Asked] = {}
     answers_of_first: list[ray.ObjectRef[Measured]] = []
     for processes in groups:
@@ -233,7 +261,11 @@ def measure(
         for rank, process in enumerate(processes):
             if together:
                 answer = process.actor.measure_together.remote(
-                    function, store, secret, rank, len(processes)
+                    function,
+                    store,
+                    secret,
+                    rank,
+                    len(processes),
                 )
             else:
                 answer = process.actor.measure.remote(function)
@@ -248,9 +280,10 @@ def _measure_clocks(processes: Iterable[Process]) -> None:
     """Measure how far the clocks of other nodes are ahead of the driver's clock."""
     ahead_s = {ray.util.get_node_ip_address(): 0.0}
     for process in processes:
-        if process.address not in ahead_s:
-            ahead_s[process.address] = _clock_ahead_s(process)
-        process.clock_ahead_s = ahead_s[process.address]
+        address = process.address
+        if address not in ahead_s:
+            ahead_s[address] = _clock_ahead_s(process)
+        process.clock_ahead_s = ahead_s[address]
 
 
 def _clock_ahead_s(process: Process) -> float:
@@ -261,7 +294,8 @@ def _clock_ahead_s(process: Process) -> float:
         told_s: float = ray.get(process.actor.ping.remote(), timeout=START_TIMEOUT_S)
         answered_s = time.time()
         # The process read its clock about halfway between question and answer.
-        ahead_s = told_s - (asked_s + answered_s) / 2
+        halfway_s = (asked_s + answered_s) / 2
+        ahead_s = told_s - halfway_s
         answers.append((answered_s - asked_s, ahead_s))
     _, ahead_s = min(answers)
     return ahead_s

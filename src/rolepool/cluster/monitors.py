@@ -45,14 +45,20 @@ class Monitors:
 
     def watch(self) -> None:
         """Sample the processes that the groups have now. A monitor that failed is started again."""
-        roles = {name: list(group.roles) for name, group in self._groups.items()}
+        roles: dict[str, list[str]] = {}
+        for name, group in self._groups.items():
+            roles[name] = list(group.roles)
         for node_id, processes in self._processes_by_node().items():
             watched = [_watched(process) for process in processes]
             if node_id in self._monitors:
-                self._monitors[node_id].actor.watch.remote(watched, roles)
+                monitor = self._monitors[node_id]
+                monitor.actor.watch.remote(watched, roles)
                 continue
             actor_class = ray.remote(NodeMonitor)
-            with_options = actor_class.options(num_cpus=0, scheduling_strategy=pinned_to(node_id))
+            with_options = actor_class.options(
+                num_cpus=0,
+                scheduling_strategy=pinned_to(node_id),
+            )
             any_process = processes[0]  # address and clock are those of the node
             actor: ActorHandle = with_options.remote(any_process.address, watched, roles)
             self._monitors[node_id] = _Monitor(actor, any_process.clock_ahead_s)
@@ -72,7 +78,8 @@ class Monitors:
         samples: list[Sample] = []
         for (node_id, monitor), answer in zip(monitors, answers, strict=True):
             if isinstance(answer, RayError):
-                logger.warning("node %s is not monitored any more: %s", node_id, one_line(answer))
+                problem = one_line(answer)
+                logger.warning("node %s is not monitored any more: %s", node_id, problem)
                 del self._monitors[node_id]
                 continue
             for sample in answer:

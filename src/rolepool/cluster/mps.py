@@ -102,7 +102,9 @@ class MpsDaemon:
         """The last line of the first log that is not empty."""
         for name in ("server.log", "control.log", "output"):
             log = self._logs / name
-            text = log.read_text(errors="replace").strip() if log.exists() else ""
+            if not log.exists():
+                continue
+            text = log.read_text(errors="replace").strip()
             if text:
                 return text.splitlines()[-1]
         return "nothing"

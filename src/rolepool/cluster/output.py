@@ -112,7 +112,8 @@ class _Details(logging.Handler):
 def _is_detail(record: logging.LogRecord) -> bool:
     """Whether a log record is of use only if somebody looks for a cause. Libraries for HTTP write
     one for each request, such as those of a reward function that asks a server."""
-    is_of_requests = record.name.partition(".")[0] in HTTP_LIBRARIES
+    library, _, _ = record.name.partition(".")
+    is_of_requests = library in HTTP_LIBRARIES
     lowest_shown = logging.WARNING if is_of_requests else logging.INFO
     return record.levelno < lowest_shown
 

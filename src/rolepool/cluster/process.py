@@ -118,13 +118,14 @@ class WorkerProcess:
     def whereabouts(self) -> Whereabouts:
         gpus = tuple(int(gpu) for gpu in ray.get_gpu_ids())
         pid = os.getpid()
+        stack_descriptor = self._stack_file.fileno()
         return Whereabouts(
             address=self._address,
             pid=pid,
             node_id=ray.get_runtime_context().get_node_id(),
             gpus=gpus,
             gpu_memory_bytes=detect_gpu_memory() if gpus else None,
-            stack_file=f"/proc/{pid}/fd/{self._stack_file.fileno()}",
+            stack_file=f"/proc/{pid}/fd/{stack_descriptor}",
         )
 
     @ray.method(concurrency_group="health")
@@ -153,7 +154,9 @@ class WorkerProcess:
     def why_missing(self, path: str) -> str | None:
         """The problem that this node does not have the file or folder; None if it has it."""
         full_path = Path(self._folder, Path(path).expanduser())
-        return None if full_path.exists() else f"node {self._address} has no {full_path}"
+        if full_path.exists():
+            return None
+        return f"node {self._address} has no {full_path}"
 
     # Start
 
@@ -177,8 +180,9 @@ class WorkerProcess:
         process group."""
         set_title(context.pool, context.rank)
         # Ray reads this line, and prints the name before every later line.
+        name = f"{context.pool}/{context.rank}"
         for stream in (sys.stdout, sys.stderr):
-            print(f"{LOG_PREFIX_ACTOR_NAME}{context.pool}/{context.rank}", file=stream, flush=True)
+            print(f"{LOG_PREFIX_ACTOR_NAME}{name}", file=stream, flush=True)
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, force=True)
         self._context = context = replace(context, device=_device_for(context.device))
         if context.deterministic:
@@ -202,8 +206,11 @@ class WorkerProcess:
         """A store that listens only on the address of this node. The store itself would listen on
         all addresses."""
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        # Port 0 lets the system choose a free one.
-        listener = socket.create_server((self._address, 0), family=family, backlog=socket.SOMAXCONN)
+        listener = socket.create_server(
+            (self._address, 0),  # port 0 lets the system choose a free one
+            family=family,
+            backlog=socket.SOMAXCONN,
+        )
         port = listener.getsockname()[1]
         return TCPStore(
             self._address,
@@ -222,12 +229,17 @@ class WorkerProcess:
         self._choose_interface()
         server = self._store
         if server is None:
-            timeout = timedelta(seconds=timeout_s)
-            server = TCPStore(address, port, is_master=False, timeout=timeout)
+            server = TCPStore(
+                address,
+                port,
+                is_master=False,
+                timeout=timedelta(seconds=timeout_s),
+            )
         self._pool_store = PrefixStore(secret, server)
-        if self._context.device != "cpu":
+        context = self._context
+        if context.device != "cpu":
             torch.cuda.set_device(0)
-        self._join(self._pool_store, self._context.rank, self._context.world_size)
+        self._join(self._pool_store, context.rank, context.world_size)
 
     def _choose_interface(self) -> None:
         """Let gloo and NCCL use the interface with the address of this node. Otherwise gloo uses
@@ -242,7 +254,11 @@ class WorkerProcess:
     def _join(self, store: Store, rank: int, world_size: int) -> None:
         backend = "gloo" if self._context.device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=COLLECTIVE_TIMEOUT,
         )
 
     def store_address(self) -> tuple[str, int]:
@@ -272,7 +288,8 @@ class WorkerProcess:
         if server is None or rank > 0:
             server = TCPStore(address, port, is_master=False)
         dist.destroy_process_group()
-        self._join(PrefixStore(secret, server), rank, world_size)
+        own_store = PrefixStore(secret, server)
+        self._join(own_store, rank, world_size)
         result = function(self._context.device)
         dist.barrier()  # a rank that leaves early would break the connections of the others
         dist.destroy_process_group()
@@ -308,7 +325,8 @@ class WorkerProcess:
             self._roles.pop(name, None)
             raise failure from None
         self._reseed(name, context.seed)
-        return pack_reply(Reply(self._span(name, "__init__", queued_s, start_s)))
+        span = self._span(name, "__init__", queued_s, start_s)
+        return pack_reply(Reply(span))
 
     def _reseed(self, role: str, seed: int) -> None:
         self._switch_random_state(role)
@@ -392,10 +410,13 @@ class WorkerProcess:
             remedies = self._roles[role].less_memory(method)
             problems = explain_out_of_memory(who, error, context.device, remedies)
         elif isinstance(error, RolepoolError):  # the message says what the user can change
-            problems = [*error.problems[:-1], f"{error.problems[-1]}; in {who}"]
+            *others, last = error.problems
+            problems = [*others, f"{last}; in {who}"]
         else:
-            summary = "".join(traceback.format_exception_only(error)).strip()
-            trace = "".join(traceback.format_exception(error)).rstrip()
+            summary_lines = traceback.format_exception_only(error)
+            summary = "".join(summary_lines).strip()
+            trace_lines = traceback.format_exception(error)
+            trace = "".join(trace_lines).rstrip()
             problems = [f"{who} failed: {summary}", trace]
         return WorkerError(
             problems,
@@ -469,16 +490,26 @@ def amounts_of(arguments: Sequence[Argument], result: Value) -> Amounts:
     num_rows = max(map(len, inputs), default=0)
     total_bytes = 0
     for batch in inputs:
-        if batch.batch is not None:
-            total_bytes += sum(num_bytes(column) for column in batch.batch.values())
-    batches = [result, *inputs] if isinstance(result, DataProto) else inputs
-    return Amounts(num_rows, _num_tokens(batches), total_bytes)
+        if batch.batch is None:
+            continue
+        for column in batch.batch.values():
+            total_bytes += num_bytes(column)
+    batches = inputs
+    if isinstance(result, DataProto):
+        batches = [result, *inputs]
+    return Amounts(
+        num_rows=num_rows,
+        num_tokens=_num_tokens(batches),
+        num_bytes=total_bytes,
+    )
 
 
 def _num_tokens(batches: Sequence[DataProto]) -> int:
     """The tokens of the first batch that has ragged ones; 0 if there is none."""
     for batch in batches:
-        column = None if batch.batch is None else batch.batch.get(INPUT_IDS)
+        if batch.batch is None:
+            continue
+        column = batch.batch.get(INPUT_IDS)
         if is_ragged(column):
             return flat_values(column).numel()
     return 0

@@ -66,9 +66,8 @@ class RoleProxy:
         # Not `self._specs`, which would call this method again as long as there is none.
         specs = self.__dict__.get("_specs", ())
         known = ", ".join(sorted(specs)) or "none"
-        raise AttributeError(
-            f"{self.worker_class.__name__} has no registered method {name}; it has {known}"
-        )
+        class_name = self.worker_class.__name__
+        raise AttributeError(f"{class_name} has no registered method {name}; it has {known}")
 
     def _call(
         self,
@@ -92,7 +91,9 @@ class RoleProxy:
             args, kwargs = spec.dispatch_fn(self, *args, **kwargs)
         elif spec.dispatch in calls.SPLITTING:
             args, kwargs = calls.splittable(f"{self.role_name}.{method}", args, kwargs)
-        sources = list(calls.sources_of((*args, *kwargs.values())))
+        values = (*args, *kwargs.values())
+        sources = list(calls.sources_of(values))
+        source_numbers = {source.number for source in sources}
         call = calls.Call(
             role=self.role_name,
             method=method,
@@ -100,16 +101,32 @@ class RoleProxy:
             kwargs=kwargs,
             queued_s=time.time(),
             number=next_call_number(),
-            after=tuple(sorted({source.number for source in sources})),
+            after=tuple(sorted(source_numbers)),
         )
         only_zero = spec.execute is Execute.RANK_ZERO or spec.dispatch is Dispatch.RANK_ZERO
-        processes = self.group.processes[:1] if only_zero else self.group.processes
+        processes = self.group.processes
+        if only_zero:
+            processes = processes[:1]
+        stride = 1
+        if spec.dispatch in calls.PER_DP_GROUP:
+            stride = self.dims.ranks_per_part
         num_parts = self._num_parts(call, spec, len(processes))
-        stride = self.dims.ranks_per_part if spec.dispatch in calls.PER_DP_GROUP else 1
-        pending = PendingCall(self.group, self.role_name, method, call.number, stride, sources)
-        reads = self.keys_read[method]
-        in_lists = spec.dispatch in LISTS
-        _send(call, reads, num_parts, processes, pending, in_lists=in_lists)
+        pending = PendingCall(
+            group=self.group,
+            role=self.role_name,
+            method=method,
+            number=call.number,
+            stride=stride,
+            sources=sources,
+        )
+        _send(
+            call,
+            reads=self.keys_read[method],
+            num_parts=num_parts,
+            processes=processes,
+            pending=pending,
+            in_lists=spec.dispatch in LISTS,
+        )
         if spec.dispatch is Dispatch.DP_COMPUTE_PROTO:
             return DataProtoFuture([pending])
         collect: Callable[[list[Value]], Value] = collect_first if only_zero else list
@@ -163,8 +180,9 @@ def _send(
     for part in range(num_parts):
         packed, objects = calls.pack_call(call, reads, num_parts, part, in_lists=in_lists)
         references = _references(objects)
-        start = part * ranks_per_part
-        for process in processes[start : start + ranks_per_part]:
+        first_rank = part * ranks_per_part
+        end_rank = first_rank + ranks_per_part
+        for process in processes[first_rank:end_rank]:
             reply, stored = process.actor.run.remote(packed, *references)
             pending.all_objects.append((reply, stored))
 

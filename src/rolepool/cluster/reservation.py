@@ -40,7 +40,11 @@ class Reservation(NamedTuple):
 
 
 def reserve(
-    plan: Plan, nodes: Sequence[Node], cleanup: ExitStack, timeout_s: float, held: Bundles
+    plan: Plan,
+    nodes: Sequence[Node],
+    cleanup: ExitStack,
+    timeout_s: float,
+    held: Bundles,
 ) -> Reservation:
     """Reserve the plan's resources, except those that are `held` already; `cleanup` releases them.
 
@@ -56,19 +60,25 @@ def reserve(
     num_processes: Counter[Place] = Counter()
     for pool in plan.pools.values():
         for slot in pool.slots:
-            num_processes[nodes[slot.node].node_id, slot.gpu] += 1
+            node = nodes[slot.node]
+            num_processes[node.node_id, slot.gpu] += 1
     needed = sorted(num_processes.keys() - held.keys())
     if not needed:
         return Reservation(plan, nodes, device, held)
     resources = []
     node_labels = []
-    for node_id, gpu in needed:
-        bundle = {"CPU": float(num_processes[node_id, gpu])}
+    for place in needed:
+        node_id, _ = place
+        bundle = {"CPU": float(num_processes[place])}
         if device != "cpu":
             bundle["GPU"] = 1.0
         resources.append(bundle)
         node_labels.append({"ray.io/node-id": node_id})
-    group = placement_group(resources, strategy="PACK", bundle_label_selector=node_labels)
+    group = placement_group(
+        resources,
+        strategy="PACK",
+        bundle_label_selector=node_labels,
+    )
     cleanup.callback(_release, group)
     if not group.wait(timeout_s):
         raise PlacementError(_not_free(plan, nodes, device, timeout_s))
@@ -82,12 +92,19 @@ def place_for_helpers(name: str, count: int) -> Reservation:
     """A pool of processes on the driver's node, beside those of the plan. It reserves neither GPU
     nor CPU, because the processes are for light work such as rule rewards."""
     driver_node = live_nodes()[0]
-    slots = tuple(Slot(0, rank) for rank in range(count))
-    pool = ResourcePool((count,), slots=slots)
-    plan = Plan(gpus_per_node=(count,), device="cpu", pools={name: pool}, roles={})
-    bundles: Bundles = {
-        (driver_node.node_id, slot.gpu): pinned_to(driver_node.node_id) for slot in slots
-    }
+    node_id = driver_node.node_id
+    slots: list[Slot] = []
+    bundles: Bundles = {}
+    for number in range(count):
+        slots.append(Slot(0, number))
+        bundles[node_id, number] = pinned_to(node_id)
+    pool = ResourcePool((count,), slots=tuple(slots))
+    plan = Plan(
+        gpus_per_node=(count,),
+        device="cpu",
+        pools={name: pool},
+        roles={},
+    )
     return Reservation(plan, [driver_node], "cpu", bundles)
 
 
@@ -115,20 +132,24 @@ def _lacking_slots(plan: Plan, nodes: Sequence[Node], device: str) -> Iterator[s
                 continue
             node = nodes[index]
             highest = max(slot.gpu for slot in pool.slots if slot.node == index)
-            if highest >= node.slots(device):
+            num_slots = node.slots(device)
+            if highest >= num_slots:
                 where = f"node {index} ({node.address})"
                 needed = f"{name} needs {count} on {where}, up to number {highest}"
                 fix = f"lower trainer.n_gpus_per_node or add {word}"
-                has = f"the node has {node.slots(device)}"
+                has = f"the node has {num_slots}"
                 yield f"Not enough {word}: {needed}; {has}; {fix}"
 
 
 def _lacking_cpus(plan: Plan, nodes: Sequence[Node], held: Bundles) -> Iterator[str]:
     """The CPUs that Ray does not count and the plan's processes need, with a line for each node."""
     for index, node in enumerate(nodes):
-        new = [slot for slot in slots_on(plan, index) if (node.node_id, slot.gpu) not in held]
-        if len(new) > node.num_cpus:
-            needed = f"{len(new)} processes on node {index} ({node.address}) need one each"
+        num_new = 0
+        for slot in slots_on(plan, index):
+            if (node.node_id, slot.gpu) not in held:
+                num_new += 1
+        if num_new > node.num_cpus:
+            needed = f"{num_new} processes on node {index} ({node.address}) need one each"
             fix = "raise ray_kwargs.ray_init.num_cpus, or start that node with more"
             yield f"Not enough CPUs: {needed}, and Ray has {node.num_cpus} there; {fix}"
 
@@ -143,7 +164,8 @@ def _not_free(plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float) 
             node = nodes[index]
             where = f"node {index} ({node.address})"
             needed = f"{name} needs {count * pool.share:g} on {where}"
-            num_free = available.get(node.node_id, {}).get(word, 0.0)
+            free_on_node = available.get(node.node_id, {})
+            num_free = free_on_node.get(word, 0.0)
             free = f"{num_free:g} of {node.slots(device)} are free"
             users = f"on the node: {users_of(node)}"
             fix = f"wait until they are free, or use fewer {word}s"

@@ -57,10 +57,15 @@ def examine(processes: Sequence[Process]) -> list[Examined]:
     answers = outcomes(asked, timeout_s=ANSWER_TIMEOUT_S)
     examined = []
     for process, answer in zip(processes, answers, strict=True):
-        if isinstance(answer, RayError):
-            state, stacks = _on_node_of(process, _look_at, process.pid, process.stack_file)
-        else:
-            state, stacks = RETURNS_LATE, answer
+        if not isinstance(answer, RayError):
+            examined.append(Examined(process, RETURNS_LATE, stacks=answer))
+            continue
+        state, stacks = _on_node_of(
+            process,
+            _look_at,
+            process.pid,
+            process.stack_file,
+        )
         examined.append(Examined(process, state, stacks))
     return examined
 
@@ -80,7 +85,9 @@ def _on_node_of(
     if process.node_id == ray.get_runtime_context().get_node_id():
         return function(*args, **kwargs)
     task: Any = ray.remote(function).options(
-        num_cpus=0, max_retries=0, scheduling_strategy=pinned_to(process.node_id)
+        num_cpus=0,
+        max_retries=0,
+        scheduling_strategy=pinned_to(process.node_id),
     )
     result: Result = ray.get(task.remote(*args, **kwargs), timeout=TASK_TIMEOUT_S)
     return result
@@ -90,14 +97,15 @@ def _look_at(pid: int, stack_file: str) -> tuple[str, str]:
     """The state of a process of this node that does not answer, and its stacks, which its signal
     handler writes."""
     stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    file = Path(stack_file)
     try:
         if psutil.Process(pid).status() in stopped:
             return STOPPED, ""
         # The file has the stacks of earlier signals, too.
-        num_before = len(Path(stack_file).read_bytes())
+        num_before = len(file.read_bytes())
         os.kill(pid, signal.SIGUSR1)
         time.sleep(HANDLER_TIMEOUT_S)
-        written = Path(stack_file).read_bytes()[num_before:]
+        written = file.read_bytes()[num_before:]
         return SILENT, written.decode(errors="replace")
     except (psutil.NoSuchProcess, OSError) as error:
         return SILENT, f"no stacks: {error}"

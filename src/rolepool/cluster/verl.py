@@ -53,13 +53,16 @@ class RayResourcePool:
         atexit.register(connect(None, num_cpus, device))
         driver_node_id = live_nodes()[0].node_id
         earlier_pools = _started.setdefault((driver_node_id, device), {})
-        name = f"{self.name_prefix or 'pool'}_{len(earlier_pools) + 1}"
+        prefix = self.name_prefix or "pool"
+        name = f"{prefix}_{len(earlier_pools) + 1}"
         # The plan has the earlier pools, too, so that this one gets other slots.
         pools = {**earlier_pools, name: self.process_on_nodes}
         manager = ResourcePoolManager(pools, {})
-        plan = place(manager, live_inventory(None, device), device=device)
+        inventory = live_inventory(None, device)
+        plan = place(manager, inventory, device=device)
         own_pool = {name: plan.pools[name]}
-        cluster = Cluster(plan.model_copy(update={"pools": own_pool}))
+        own_plan = plan.model_copy(update={"pools": own_pool})
+        cluster = Cluster(own_plan)
         earlier_pools[name] = self.process_on_nodes
         return cluster.groups[name]
 
@@ -118,7 +121,11 @@ class RayWorkerGroup:
             if role in group.roles:  # an earlier group of this pool has such a class, too
                 role = f"{name}_{len(group.roles) + 1}"
             self._proxies[name] = group.add_role(
-                role, of_class.cls, *of_class.args, dims=dims, **of_class.kwargs
+                role,
+                of_class.cls,
+                *of_class.args,
+                dims=dims,
+                **of_class.kwargs,
             )
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RoleProxy]:

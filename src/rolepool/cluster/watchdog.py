@@ -102,9 +102,12 @@ class Watchdog:
                 group.break_if_dead()
             calls_of_pools = {pool: list(calls_so_far(group)) for pool, group in groups}
             for calls in calls_of_pools.values():
-                if calls and self._is_late(calls[-1]):
-                    calls[-1].is_reported = True
-                    self._handle_stall(calls[-1])
+                if not calls:
+                    continue
+                last = calls[-1]
+                if self._is_late(last):
+                    last.is_reported = True
+                    self._handle_stall(last)
             if self._since_s:
                 self._write_state(calls_of_pools)
 
@@ -113,7 +116,8 @@ class Watchdog:
     def _write_state(self, calls_of_pools: Mapping[str, Sequence[PendingCall]]) -> None:
         operations = {pool: self._operations(calls) for pool, calls in calls_of_pools.items()}
         state = State(time.time(), self._what, self._since_s, operations)
-        write_atomically(self._folder / "state.json", [json.dumps(state._asdict())])
+        text = json.dumps(state._asdict())
+        write_atomically(self._folder / "state.json", [text])
 
     def _operations(self, calls: Sequence[PendingCall]) -> list[tuple[str, float, float | None]]:
         """Name, start and end of the calls that have run since `begin`."""
@@ -136,22 +140,23 @@ class Watchdog:
         return time.time() - call.start_s > self._limit_s(call)
 
     def _limit_s(self, call: PendingCall) -> float:
+        limit_of_user_s = self._keys.stall_timeout_s
         longest_s = call.group.longest_s.get((call.role, call.method))
         if longest_s is None:
-            return max(FIRST_LIMIT_S, self._keys.stall_timeout_s or 0.0)
-        return self._keys.stall_timeout_s or max(MIN_LIMIT_S, LIMIT_FACTOR * longest_s)
+            return max(FIRST_LIMIT_S, limit_of_user_s or 0.0)
+        return limit_of_user_s or max(MIN_LIMIT_S, LIMIT_FACTOR * longest_s)
 
     def _handle_stall(self, call: PendingCall) -> None:
         """Say which ranks hold up the call, write the stacks of all ranks, and do what
         `trainer.on_stall` says."""
         examined = examine(call.group.processes)
         # Examining takes seconds, so the call may have ended meanwhile.
-        ready, _ = ray.wait(call.all_refs, num_returns=len(call.all_refs), timeout=0)
-        working = [
-            process
-            for process, reply in zip(examined, call.all_refs, strict=False)
-            if reply not in ready
-        ]
+        replies = call.all_refs
+        ready, _ = ray.wait(replies, num_returns=len(replies), timeout=0)
+        working: list[Examined] = []
+        for rank, reply in zip(examined, replies, strict=False):
+            if reply not in ready:
+                working.append(rank)
         if not working:
             return
         stack_file = self._write_stacks(call, examined)
@@ -159,10 +164,11 @@ class Watchdog:
         line = self._line_about(call, causes, stack_file)
         self._tell(line)
         on_stall = self._keys.on_stall
+        first_cause = causes[0]
         if on_stall == "abort":
-            process = causes[0].process
-            call.group.break_with(process.error(line, role=call.role, method=call.method))
-        if on_stall == "report" or causes[0].state == RETURNS_LATE:
+            error = first_cause.process.error(line, role=call.role, method=call.method)
+            call.group.break_with(error)
+        if on_stall == "report" or first_cause.state == RETURNS_LATE:
             return
         for cause in causes:
             kill_process(cause.process)
@@ -177,7 +183,8 @@ class Watchdog:
         return path
 
     def _line_about(self, call: PendingCall, causes: Sequence[Examined], stack_file: Path) -> str:
-        names = first_few([f"{cause.process} {cause.state}" for cause in causes], most=4)
+        all_names = [f"{cause.process} {cause.state}" for cause in causes]
+        names = first_few(all_names, most=4)
         took_s = time.time() - call.start_s
         on_stall = self._keys.on_stall
         return (
@@ -213,6 +220,9 @@ def _waits_for_inputs(call: PendingCall) -> bool:
 def _causes(working: Sequence[Examined]) -> list[Examined]:
     """The ranks that hold up a call, from the ranks that have not ended it."""
     # Ranks that wait for others in a collective are not the cause, unless all of them do.
-    suspects = [rank for rank in working if not rank.waits_for_others] or list(working)
-    worst = min((rank.state for rank in suspects), key=BY_URGENCY.index)
+    suspects = [rank for rank in working if not rank.waits_for_others]
+    if not suspects:
+        suspects = list(working)
+    states = {rank.state for rank in suspects}
+    worst = min(states, key=BY_URGENCY.index)
     return [rank for rank in suspects if rank.state == worst]

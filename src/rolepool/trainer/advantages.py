@@ -60,10 +60,10 @@ class Estimated:
     @property
     def lengths(self) -> list[int]:
         """The number of tokens of each row."""
-        num_tokens: list[int] = (
-            self.sizes.num_prompt_tokens + self.sizes.num_response_tokens
-        ).tolist()
-        return num_tokens
+        sizes = self.sizes
+        num_tokens = sizes.num_prompt_tokens + sizes.num_response_tokens
+        lengths: list[int] = num_tokens.tolist()
+        return lengths
 
 
 class Estimator:
@@ -96,22 +96,29 @@ class Estimator:
         at_tokens = token_level_scores(sizes, Scores.of(scored).scores, width=mask.shape[1])
         tensors = {"token_level_scores": at_tokens}
         for future in per_token:
-            if future is not None:
-                columns = future.get(keys=PER_TOKEN).batch
-                tensors.update({name: pad_ragged(column) for name, column in columns.items()})
+            if future is None:
+                continue
+            columns = future.get(keys=PER_TOKEN).batch
+            for name, column in columns.items():
+                tensors[name] = pad_ragged(column)
         of_greedy: Tensor | None = None
         if baselines is not None:
             of_prompts = Scores.of(baselines.get(keys=["scores"])).scores
             # The samples of a prompt are next to each other.
-            of_greedy = of_prompts.repeat_interleave(len(prompts) // len(of_prompts))
+            num_samples = len(prompts) // len(of_prompts)
+            of_greedy = of_prompts.repeat_interleave(num_samples)
 
         waited_for: list[int] = []
         for future in (rollouts, scores, baselines, *per_token):
             if future is not None:
                 waited_for += [call.number for call in future.calls]
         with driver_span("adv", next_call_number(), tuple(waited_for)) as ended:
-            uids = prompts.non_tensor_batch["uid"]
-            metrics = self._estimate(uids, tensors, mask, of_greedy)
+            metrics = self._estimate(
+                prompts.non_tensor_batch["uid"],
+                tensors,
+                mask,
+                of_greedy,
+            )
             estimates = Estimates(
                 advantages=unpad(tensors["advantages"], sizes.num_response_tokens),
                 returns=unpad(tensors["returns"], sizes.num_response_tokens),
@@ -148,8 +155,9 @@ class Estimator:
                 kl_coef=coefficient,
                 kl_penalty=keys.kl_penalty,
             )
-            self.kl_controller.update(float(current_kl), len(mask))
-            metrics["actor/reward_kl_penalty"] = float(current_kl)
+            penalty = float(current_kl)
+            self.kl_controller.update(penalty, len(mask))
+            metrics["actor/reward_kl_penalty"] = penalty
             metrics["actor/reward_kl_penalty_coeff"] = coefficient
         advantages, returns = compute_advantage(
             keys.adv_estimator,
@@ -172,11 +180,13 @@ class Estimator:
 def token_level_scores(sizes: Sizes, scores: Tensor, width: int) -> Tensor:
     """[rows, width]: the score of each row at its last token, which the policy sampled. What an
     environment gave for single turns is at their last tokens."""
-    is_last = torch.arange(width) == sizes.num_response_tokens[:, None] - 1
+    last_places = sizes.num_response_tokens[:, None] - 1
+    is_last = torch.arange(width) == last_places
     if sizes.turn_scores is None or sizes.environment_score is None:
         return torch.where(is_last, scores[:, None], 0.0)
     others = scores - sizes.environment_score.nan_to_num()
-    return pad_ragged(sizes.turn_scores) + torch.where(is_last, others[:, None], 0.0)
+    others_at_last = torch.where(is_last, others[:, None], 0.0)
+    return pad_ragged(sizes.turn_scores) + others_at_last
 
 
 # Metrics
@@ -193,14 +203,17 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
     tensors = estimated.tensors
     mask = estimated.mask
     is_aborted = mask.sum(dim=1) == 0
+    num_tokens = sizes.num_prompt_tokens + sizes.num_response_tokens
     metrics = {
         "actor/entropy": _entropy(estimated, scored.batch["entropy_sums"]),
         "response/aborted_ratio": float(is_aborted.float().mean()),
-        "perf/total_num_tokens": float((sizes.num_prompt_tokens + sizes.num_response_tokens).sum()),
+        "perf/total_num_tokens": float(num_tokens.sum()),
     }
+    scores = Scores.of(estimated.scored).scores
+    rewards = tensors["token_level_rewards"].sum(dim=1)
     columns = {
-        "critic/score": Scores.of(estimated.scored).scores[~is_aborted],
-        "critic/rewards": tensors["token_level_rewards"].sum(dim=1)[~is_aborted],
+        "critic/score": scores[~is_aborted],
+        "critic/rewards": rewards[~is_aborted],
         "critic/advantages": tensors["advantages"][mask],
         "critic/returns": tensors["returns"][mask],
     }
@@ -218,7 +231,8 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
         if "rollout_log_probs" in scored.batch:
             metrics.update(_probs_diff(scored, mask))
     for name, column in columns.items():
-        if not len(column):  # all responses are aborted, so there is no score and no advantage
+        # If all responses are aborted, there is no score and no advantage.
+        if not len(column):
             continue
         metrics[f"{name}/mean"] = float(column.float().mean())
         metrics[f"{name}/max"] = float(column.max())
@@ -232,15 +246,17 @@ def _entropy(estimated: Estimated, entropy_sums: Tensor) -> float:
     """The mean entropy of sampled tokens, in the mode in which the actor's loss is aggregated."""
     keys = estimated.config.actor_rollout_ref.actor
     mask = estimated.mask
+    num_sampled = mask.sum(dim=1)
     # All modes aggregate the sums or means of rows, so each token can stand for the mean of its
     # row.
-    of_rows = entropy_sums / mask.sum(dim=1).clamp(min=1)
+    of_rows = entropy_sums / num_sampled.clamp(min=1)
     of_tokens = of_rows[:, None].expand(mask.shape)
     scale = keys.loss_scale_factor
     if scale is None:
         scale = estimated.config.data.max_response_length
     counts = LossCounts.of(mask, scale)
-    return float(agg_loss(of_tokens, mask, keys.loss_agg_mode, counts=counts))
+    entropy = agg_loss(of_tokens, mask, keys.loss_agg_mode, counts=counts)
+    return float(entropy)
 
 
 def _lengths(estimated: Estimated) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -248,12 +264,14 @@ def _lengths(estimated: Estimated) -> Iterator[tuple[str, Tensor, Tensor]]:
     keys = estimated.config.data
     sizes = estimated.sizes
     num_sampled = estimated.mask.sum(dim=1)
-    is_aborted = num_sampled == 0
+    has_tokens = num_sampled > 0
     is_full = sizes.num_response_tokens >= keys.max_response_length
     yield "response_length", num_sampled, is_full
-    yield "response_length_non_aborted", num_sampled[~is_aborted], is_full[~is_aborted]
-    num_prompt = sizes.num_prompt_tokens
-    yield "prompt_length", num_prompt, num_prompt >= keys.max_prompt_length
+    yield "response_length_non_aborted", num_sampled[has_tokens], is_full[has_tokens]
+
+    prompt_lengths = sizes.num_prompt_tokens
+    is_full_prompt = prompt_lengths >= keys.max_prompt_length
+    yield "prompt_length", prompt_lengths, is_full_prompt
 
 
 def _turns(estimated: Estimated) -> dict[str, Tensor]:
@@ -274,9 +292,12 @@ def _probs_diff(scored: DataProto, mask: Tensor) -> dict[str, float]:
     """How far apart the probabilities of sampled tokens are that rollout and actor compute."""
 
     def probs_of(name: str) -> Tensor:
-        return pad_ragged(scored.batch[name])[mask].double().exp()
+        log_probs = pad_ragged(scored.batch[name])
+        return log_probs[mask].double().exp()
 
-    apart = (probs_of("rollout_log_probs") - probs_of("old_log_probs")).abs()
+    of_rollout = probs_of("rollout_log_probs")
+    of_actor = probs_of("old_log_probs")
+    apart = (of_rollout - of_actor).abs()
     return {
         "training/rollout_probs_diff_mean": float(apart.mean()),
         "training/rollout_probs_diff_max": float(apart.max()),
@@ -292,13 +313,14 @@ def reward_numbers(scored: DataProto) -> dict[str, Numbers]:
     """
     columns = dict(scored.non_tensor_batch)
     columns.pop(PRED, None)
-    of_rows: list[Mapping[str, float]] = list(columns.pop(NUMBERS, ()))
+    numbers_of_rows: list[Mapping[str, float]] = list(columns.pop(NUMBERS, ()))
     names: set[str] = set()
-    for numbers in of_rows:
+    for numbers in numbers_of_rows:
         names.update(numbers)
     arrays: dict[str, Numbers] = {}
     for name in sorted(names):
-        arrays[f"reward/{name}"] = np.array([numbers.get(name, np.nan) for numbers in of_rows])
+        values = [numbers.get(name, np.nan) for numbers in numbers_of_rows]
+        arrays[f"reward/{name}"] = np.array(values)
     for name, column in columns.items():
         arrays[name] = column.astype(float)
     return arrays
@@ -307,7 +329,8 @@ def reward_numbers(scored: DataProto) -> dict[str, Numbers]:
 def repeated(prompts: DataProto, num_samples: int) -> DataProto:
     """Each prompt `num_samples` times in a row, with the number of the sample in `sample_index`."""
     rows = prompts.repeat(num_samples, interleave=True)
-    rows.non_tensor_batch["sample_index"] = np.tile(np.arange(num_samples), len(prompts))
+    indices_of_prompt = np.arange(num_samples)
+    rows.non_tensor_batch["sample_index"] = np.tile(indices_of_prompt, len(prompts))
     return rows
 
 
@@ -325,4 +348,5 @@ class RepeatedPrompts:
         return self._loader.epoch
 
     def next_batch(self) -> DataProto:
-        return repeated(self._loader.next_batch(), self._num_samples)
+        prompts = self._loader.next_batch()
+        return repeated(prompts, self._num_samples)

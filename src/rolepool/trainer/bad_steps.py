@@ -26,7 +26,10 @@ class BadSteps:
     def reason(self) -> str | None:
         """Why the last step must not be saved; None if it was not bad."""
         roles = [role for role, number in self._num_in_a_row.items() if number]
-        return f"{' and '.join(roles)} made no finite update in it" if roles else None
+        if not roles:
+            return None
+        names = " and ".join(roles)
+        return f"{names} made no finite update in it"
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Count a step by its row of metrics. Raises DivergedError after too many bad steps in a
@@ -60,13 +63,16 @@ class BadSteps:
         for role in roles:
             for name in ("optim.lr", "grad_clip"):
                 key = f"{ROLE_SPECS[role].section}.{name}"
-                settings.append(f"{key}={show(self._loaded.value_of(key))}")
+                value = self._loaded.value_of(key)
+                settings.append(f"{key}={show(value)}")
+        names = " and ".join(roles)
         what = (
-            f"{' and '.join(roles)} made no finite update in the last {limit} steps, "
+            f"{names} made no finite update in the last {limit} steps, "
             f"up to step {step} (trainer.max_bad_steps={limit})"
         )
+        to_lower = " or ".join(settings)
         fix = (
-            f"lower {' or '.join(settings)}, or look for rewards that are too large; "
+            f"lower {to_lower}, or look for rewards that are too large; "
             f"{self._checkpoints.newest_in_words}"
         )
         return DivergedError(f"{what}: training has diverged; {fix}")

@@ -54,8 +54,10 @@ def why_nothing_is_left(config: Config, start: StartPoint, num_steps: int) -> st
     if start.checkpoint is None or start.step < num_steps or keys.val_only:
         return None
     name = "total_training_steps" if keys.total_training_steps else "total_epochs"
+    key = f"trainer.{name}"
+    setting = f"{key}={config.at(key)}"
     return (
         f"nothing left to do: {start.checkpoint.path} is the checkpoint of step {start.step}, and "
-        f"trainer.{name}={config.at(f'trainer.{name}')} ends with step {num_steps}; raise it to "
+        f"{setting} ends with step {num_steps}; raise it to "
         "continue, or set trainer.resume_mode=disable to start a new run"
     )

@@ -57,19 +57,22 @@ class BetweenSteps:
     def _validate_and_save(self, number: int, *, is_last: bool) -> None:
         """After the last step, and if somebody wants the run to stop, the step is finished in any
         case."""
-        validates = self._is_due(self._keys.test_freq, number, is_last=is_last)
-        saves = self._is_due(self._keys.save_freq, number, is_last=is_last)
+        parts = self._parts
+        keys = self._keys
+        validates = self._is_due(keys.test_freq, number, is_last=is_last)
+        saves = self._is_due(keys.save_freq, number, is_last=is_last)
         # Asked again each time, because a signal can arrive during each of the following waits.
-        interrupt = self._parts.interrupt
+        interrupt = parts.interrupt
         if not (validates or saves or is_last or interrupt.asked):
             return
-        self._parts.journal.finish_step(self.deployment)
+        parts.journal.finish_step(self.deployment)
         if validates and not interrupt.asked:
             self._validate(number)
-        saves = saves or (interrupt.asked and self._parts.checkpoints.are_saved)
+        if interrupt.asked and parts.checkpoints.are_saved:
+            saves = True
         if saves and not self._save(number):
-            reason = self._parts.bad_steps.reason
-            self._parts.journal.notice(f"step {number} is not saved because {reason}")
+            reason = parts.bad_steps.reason
+            parts.journal.notice(f"step {number} is not saved because {reason}")
 
     @staticmethod
     def _is_due(every: int | None, number: int, *, is_last: bool) -> bool:
@@ -77,7 +80,9 @@ class BetweenSteps:
         Without a number it happens once, after the last step."""
         if every is None:
             return is_last
-        return every > 0 and (number % every == 0 or is_last)
+        if every <= 0:
+            return False
+        return is_last or number % every == 0
 
     def move_if_asked(self, number: int, *, is_last: bool) -> None:
         """Look for requests to move. If the processes of a move have started, change over to its
@@ -91,32 +96,37 @@ class BetweenSteps:
         start_s = time.monotonic()
         before = self.deployment.plan
         if not self._can_be_restored(number):
-            self.mover.drop(f"step {number} cannot be saved because {self._parts.bad_steps.reason}")
+            reason = self._parts.bad_steps.reason
+            self.mover.drop(f"step {number} cannot be saved because {reason}")
             return
         try:
             self._recovery.move(self.deployment, move, number)
-        finally:  # if a process dies meanwhile, the run goes on with the new placement
-            self.mover.end_change(move, number, before, time.monotonic() - start_s)
+        finally:  # if a process dies meanwhile, the run continues with the new placement
+            seconds = time.monotonic() - start_s
+            self.mover.end_change(move, number, before, seconds)
 
     def _can_be_restored(self, number: int) -> bool:
         """Whether the state after this step can be restored in other processes. It is saved now if
         it was not."""
+        deployment = self.deployment
         state = self._parts.pipeline.state_after(number)
-        snapshots = self.deployment.snapshots
-        groups = self.deployment.trained_groups
-        return snapshots.complete(self.deployment.roles, groups, state) or self._save(number)
+        groups = deployment.trained_groups
+        if deployment.snapshots.complete(deployment.roles, groups, state):
+            return True
+        return self._save(number)
 
     def _save(self, number: int) -> bool:
         """Save this step, unless it was saved before or is bad. Returns whether it is saved."""
-        if self._parts.checkpoints.saved_step >= number:
+        parts = self._parts
+        if parts.checkpoints.saved_step >= number:
             return True
-        if self._parts.bad_steps.reason is not None:
+        if parts.bad_steps.reason is not None:
             return False
         self.deployment.watchdog.begin(f"checkpoint of step {number}")
-        state = self._parts.pipeline.state_after(number)
+        state = parts.pipeline.state_after(number)
         with driver_span("save_checkpoint", next_call_number()) as ended:
-            self._parts.checkpoints.save(self.deployment.roles, state)
-        self._parts.journal.add_checkpoint(number, ended())
+            parts.checkpoints.save(self.deployment.roles, state)
+        parts.journal.add_checkpoint(number, ended())
         return True
 
     def _validate(self, number: int) -> None:
@@ -127,8 +137,13 @@ class BetweenSteps:
             self._parts.journal.observer.on_phase("validating")
         deployment = self.deployment
         deployment.watchdog.begin(f"validation after step {number}")
-        result = validate(deployment.config, deployment.roles, prompts, self._parts.tokenizer)
-        self._parts.journal.add_validation(number, *result)
+        metrics, samples, spans = validate(
+            deployment.config,
+            deployment.roles,
+            prompts,
+            self._parts.tokenizer,
+        )
+        self._parts.journal.add_validation(number, metrics, samples, spans)
         self._validated_step = number
 
     def last_words(self, number: int) -> str:

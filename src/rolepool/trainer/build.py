@@ -55,18 +55,21 @@ def build_roles(
     it on the hub.
     """
     _check_model_folders(cluster, config)
+    plan = cluster.plan
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    memory = estimate_memory(config, plan, cluster.gpu_memory_bytes)
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     setup = RunSetup(
         num_training_steps=num_steps,
         dtype=dtype,
-        micro_batches=estimate_memory(config, cluster.plan, cluster.gpu_memory_bytes).micro_batches,
+        micro_batches=memory.micro_batches,
         stop_token_ids=stop_tokens_of(config, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
-        policy_loss=policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode),
+        policy_loss=policy_losses.find(loss_mode),
         reward=reward,
         reads_weights=reads_weights,
     )
-    if uses_rule(cluster.plan) and RULE_POOL not in cluster.groups:
+    if uses_rule(plan) and RULE_POOL not in cluster.groups:
         cluster.add_helpers(RULE_POOL, 1)
     proxies: dict[Role, RoleProxy] = {}
     for role in _build_order(config):
@@ -74,10 +77,12 @@ def build_roles(
         if home is not None:
             proxies[role] = _proxy_of(role, home, config, setup)
     _await_start(proxies, tell)
-    ready: dict[str, RoleProxy] = {
-        role: proxies[role].with_blocking(False) for role in ROLE_SPECS if role in proxies
-    }
-    return Roles(ready, channel_of(cluster.plan, ready[Role.Actor], ready[Role.Rollout]))
+    ready: dict[str, RoleProxy] = {}
+    for role in ROLE_SPECS:
+        if role in proxies:
+            ready[role] = proxies[role].with_blocking(False)
+    channel = channel_of(plan, ready[Role.Actor], ready[Role.Rollout])
+    return Roles(ready, channel)
 
 
 # The folders of models
@@ -89,17 +94,24 @@ def _check_model_folders(cluster: Cluster, config: Config) -> None:
     for key, pool in _folder_keys(cluster.plan, config):
         group = cluster.groups[pool]
         path = str(config.at(key))
-        if not group.roles and Path(path).expanduser().is_dir():
+        is_folder_here = Path(path).expanduser().is_dir()
+        if is_folder_here and not group.roles:
             fix = "copy the model there, or to a folder that all nodes share"
             group.check_exists(f"{key}={path}", path, fix)
 
 
 def _folder_keys(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """The keys that name the folders of models, and the pools that read them."""
-    keys = [(f"{ROLE_SPECS[role].model}.path", pool) for role, pool in plan.roles.items()]
+    keys_and_pools: list[tuple[str, str]] = []
+    for role, pool in plan.roles.items():
+        section = ROLE_SPECS[role].model
+        key = f"{section}.path"
+        keys_and_pools.append((key, pool))
     if config.at(TOKENIZER_KEY) is not None:
-        keys.append((TOKENIZER_KEY, plan.roles[Role.Rollout]))
-    return list(dict.fromkeys(keys))
+        rollout_pool = plan.roles[Role.Rollout]
+        keys_and_pools.append((TOKENIZER_KEY, rollout_pool))
+    # Several roles of a pool may have the same model.
+    return list(dict.fromkeys(keys_and_pools))
 
 
 # The roles
@@ -121,13 +133,22 @@ def _home_of(cluster: Cluster, config: Config, role: Role) -> _Home | None:
     plan = cluster.plan
     spec = ROLE_SPECS[role]
     if role in plan.roles:
-        group = cluster.groups[plan.roles[role]]
-        return _Home(str(role), spec.worker, group, plan.dims_of(config, role))
+        pool = plan.roles[role]
+        return _Home(
+            name=str(role),
+            worker=spec.worker,
+            group=cluster.groups[pool],
+            dims=plan.dims_of(config, role),
+        )
     if spec.rule_worker is None:
         return None
-    group = cluster.groups[RULE_POOL]
-    dims = ParallelDims.over(group.world_size)
-    return _Home(spec.operations[0].name, spec.rule_worker, group, dims)
+    helpers = cluster.groups[RULE_POOL]
+    return _Home(
+        name=spec.operations[0].name,
+        worker=spec.rule_worker,
+        group=helpers,
+        dims=ParallelDims.over(helpers.world_size),
+    )
 
 
 def _proxy_of(role: Role, home: _Home, config: Config, setup: RunSetup) -> RoleProxy:
@@ -140,7 +161,14 @@ def _proxy_of(role: Role, home: _Home, config: Config, setup: RunSetup) -> RoleP
         fix = "derive it from rolepool.roles.model_role.ModelRole, or name a class of roles.setups"
         raise ConfigError(f"worker of role {role}: {worker} has no setup_type; {fix}")
     own_setup = worker_class.setup_type.of(setup)
-    return group.add_role(name, worker_class, config, own_setup, dims=dims, blocking=False)
+    return group.add_role(
+        name,
+        worker_class,
+        config,
+        own_setup,
+        dims=dims,
+        blocking=False,
+    )
 
 
 def _build_order(config: Config) -> list[Role]:
@@ -156,7 +184,10 @@ def _build_order(config: Config) -> list[Role]:
 def _await_start(proxies: Mapping[Role, RoleProxy], tell: Callable[[str], None]) -> None:
     """Wait until all roles can be used. Those that nobody has to wait for any more are not
     asked."""
-    new = {role: proxy for role, proxy in proxies.items() if not proxy.has_started}
+    new: dict[Role, RoleProxy] = {}
+    for role, proxy in proxies.items():
+        if not proxy.has_started:
+            new[role] = proxy
     for proxy in new.values():
         proxy.ready.get()
     if Role.Rollout in new:
@@ -187,4 +218,5 @@ def stop_tokens_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
     if not Path(path).expanduser().is_dir():
         with suppress(OSError):  # most models that are not for chats have no such file
             cached_file(path, "generation_config.json")
-    return united([tokenizer.eos_token_id], read_stop_tokens(config).ids)
+    named = read_stop_tokens(config)
+    return united([tokenizer.eos_token_id], named.ids)

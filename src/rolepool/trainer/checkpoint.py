@@ -38,7 +38,8 @@ class SavedCheckpoint:
         folder = self.path.absolute() / name
         fix = "copy the checkpoint there, or to a folder that all nodes share"
         role.group.check_exists(f"trainer.resume_from_path={self.path}", folder, fix)
-        return [role.load_checkpoint([str(folder)] * role.group.world_size)]
+        folders = [str(folder)] * role.group.world_size
+        return [role.load_checkpoint(folders)]
 
 
 class Checkpoints:
@@ -67,9 +68,10 @@ class Checkpoints:
 
     def find(self) -> SavedCheckpoint | None:
         """The checkpoint to resume from; None starts a new run."""
-        if self._keys.resume_mode == "disable":
+        mode = self._keys.resume_mode
+        if mode == "disable":
             return None
-        is_auto = self._keys.resume_mode == "auto"
+        is_auto = mode == "auto"
         if is_auto:
             path = model_files.checkpoint_to_resume(self._folder.path, _check)
         else:
@@ -100,8 +102,10 @@ class Checkpoints:
         path = model_files.newest_checkpoint(self._folder.path, self._parts)
         if path is None:
             return None
-        saved = SavedCheckpoint(_read_state(path), path)
-        return saved if saved.state.step <= at_most else None
+        state = _read_state(path)
+        if state.step > at_most:
+            return None
+        return SavedCheckpoint(state, path)
 
     def check_folder_is_shared(self, groups: Groups) -> None:
         """Raise ConfigError if a rank that saves checkpoints cannot access the run folder."""
@@ -112,11 +116,13 @@ class Checkpoints:
 
     def save(self, roles: Roles, state: TrainState) -> None:
         """Write a checkpoint atomically, then remove the checkpoints that are no longer kept."""
-        final = model_files.checkpoint_folder(self._folder.path.absolute(), state.step)
+        run_folder = self._folder.path.absolute()
+        final = model_files.checkpoint_folder(run_folder, state.step)
         temporary = model_files.temporary_folder(final)
         calls = []
         for name, role in roles.trained.items():
-            calls.append(role.save_checkpoint(str(temporary / name)))
+            folder = temporary / name
+            calls.append(role.save_checkpoint(str(folder)))
         for call in calls:
             call.get()
         state_file = temporary / "trainer.json"
@@ -130,7 +136,9 @@ class Checkpoints:
         """Remove the checkpoints that are no longer kept."""
         for part in self._parts:
             key = ROLE_SPECS[part].checkpoints_to_keep
-            num_kept = None if key is None else self._config.at(key)
+            if key is None:
+                continue
+            num_kept = self._config.at(key)
             if num_kept is not None:
                 model_files.remove_old(self._folder.path, part, num_kept)
 
@@ -188,6 +196,9 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
     tokenizer_folder = model_folder(config.actor_rollout_ref.model.tokenizer)
     with explained(f"{out_dir}: cannot be written", "name another folder", SafetensorError):
         model_files.export_hf(
-            saved / role, Path(model_config).parent, out_dir, tokenizer_dir=tokenizer_folder
+            saved / role,
+            Path(model_config).parent,
+            out_dir,
+            tokenizer_dir=tokenizer_folder,
         )
     return saved

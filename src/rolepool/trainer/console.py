@@ -39,7 +39,8 @@ their scores."""
 
 def short_line(step: int, metrics: Mapping[str, float]) -> str:
     """`step 3/60  reward 0.512  KL 0.0012  length 4  0.31 s  8,214 tokens/s`"""
-    parts = [f"step {step}/{metrics['training/num_steps']:.0f}"]
+    num_steps = metrics["training/num_steps"]
+    parts = [f"step {step}/{num_steps:.0f}"]
     for form, names in SHORT_LINE.items():
         for name in names:
             if name in metrics:
@@ -131,18 +132,22 @@ class TrainingConsole(Observer):
         if score is not None:
             self.validations.append((step, score))
         if "critic/score/mean" in metrics:
-            self.rewards.append(metrics["critic/score/mean"])
-            words = f"reward {self.rewards[-1]:.3f}  {metrics['timing_s/step']:.2f} s per step"
+            reward = metrics["critic/score/mean"]
+            step_s = metrics["timing_s/step"]
+            self.rewards.append(reward)
+            words = f"reward {reward:.3f}  {step_s:.2f} s per step"
             self.progress.update(self._task, completed=step, description=words)
-        if "verl" in self._loggers:
+        # The row of a validation or of a checkpoint has no time of a step.
+        is_row_of_step = "timing_s/step" in metrics
+        shows_all_metrics = "verl" in self._loggers
+        if shows_all_metrics:
             self._console.print(console_line(step, metrics))
-        if "console" in self._loggers and "timing_s/step" in metrics:
+        if "console" in self._loggers and is_row_of_step:
             self._console.print(short_line(step, metrics))
-        if score is not None and "verl" not in self._loggers:
+        if score is not None and not shows_all_metrics:
             self._console.print(f"validation after step {step}: mean reward {score:.3f}")
         self._metrics = metrics
-        # The row of a validation or of a checkpoint has no time of a step.
-        if self._on_step is not None and "timing_s/step" in metrics:
+        if self._on_step is not None and is_row_of_step:
             self._on_step(step, metrics)
 
     def on_samples(self, step: int, samples: list[Sample]) -> None:
@@ -161,8 +166,9 @@ class TrainingConsole(Observer):
         if self._samples:
             self._console.print(self._table_of_samples())
         if self.rewards:
+            curve = sparkline(self.rewards)
             first_and_last = f"{self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}"
-            self._console.print(f"reward  {sparkline(self.rewards)}  {first_and_last}")
+            self._console.print(f"reward  {curve}  {first_and_last}")
         if self.validations:
             self._console.print(validations_in_words(self.validations))
         num_restarts = len(event_lines(run_folder, "restart"))
@@ -177,9 +183,15 @@ class TrainingConsole(Observer):
         table = Table(title=self._samples_title, title_justify="left")
         for name in names:
             title = name.replace("_", " ")
-            table.add_column(title, overflow="ellipsis", no_wrap=True, max_width=40)
-        for row in self._samples:
-            table.add_row(*[cell(row[name]) for name in names])
+            table.add_column(
+                title,
+                overflow="ellipsis",
+                no_wrap=True,
+                max_width=40,
+            )
+        for sample in self._samples:
+            cells = [cell(sample[name]) for name in names]
+            table.add_row(*cells)
         return table
 
 
@@ -187,7 +199,8 @@ def cell(value: object) -> str:
     """A value in one line of a table; numbers are rounded."""
     if isinstance(value, float):
         return f"{value:.3f}"
-    return printable(" ".join(str(value).split()))
+    text = " ".join(str(value).split())
+    return printable(text)
 
 
 def validations_in_words(validations: Sequence[tuple[int, float]]) -> str:

@@ -43,12 +43,13 @@ class Held(NamedTuple):
     @classmethod
     def now(cls, step: int, name: str, role: TrainedCalls) -> Held:
         """The state after this step, if all calls that were made so far lead to it."""
+        group = role.group
         keeping = methods_that_keep_models(name)
         num_changes = 0
-        for (of_role, method), num_calls in role.group.num_calls.items():
+        for (of_role, method), num_calls in group.num_calls.items():
             if of_role == name and method not in keeping:
                 num_changes += num_calls
-        return cls(step, role.group, num_changes)
+        return cls(step, group, num_changes)
 
 
 def methods_that_keep_models(name: str) -> set[str]:
@@ -81,20 +82,21 @@ class Deployment(AbstractContextManager["Deployment"]):
         self.plan = build_plan(loaded.config)
         self._build = build
         self._tell = tell
-        keys = loaded.config.trainer
+        config = loaded.config
+        keys = config.trainer
+        ray_keys = config.ray_kwargs.ray_init.model_dump()
         with ExitStack() as cleanup:  # if something fails to start, the rest is closed
-            self.cluster = cleanup.enter_context(
-                Cluster(
-                    self.plan,
-                    **loaded.config.ray_kwargs.ray_init.model_dump(),
-                    timeout_s=loaded.config.placement.timeout_s,
-                    run_seed=keys.seed,
-                    deterministic=keys.deterministic,
-                    helpers=helpers,
-                )
+            cluster = Cluster(
+                self.plan,
+                **ray_keys,
+                timeout_s=config.placement.timeout_s,
+                run_seed=keys.seed,
+                deterministic=keys.deterministic,
+                helpers=helpers,
             )
+            self.cluster = cleanup.enter_context(cluster)
             self.watchdog = self.cluster.start_watchdog(keys, run_folder, tell)
-            self.snapshots = Snapshots(loaded.config, self.cluster)
+            self.snapshots = Snapshots(config, self.cluster)
             cleanup.callback(self.snapshots.keepers.close)
             self._cleanup = cleanup.pop_all()
         self._roles: Roles | None = None
@@ -124,9 +126,11 @@ class Deployment(AbstractContextManager["Deployment"]):
     def trained_groups(self) -> Groups:
         """The processes of each trained role."""
         groups = {}
+        pool_of_role = self.plan.roles
         for role in trained_roles():
-            if role in self.plan.roles:
-                groups[str(role)] = self.cluster.groups[self.plan.roles[role]]
+            if role in pool_of_role:
+                pool = pool_of_role[role]
+                groups[str(role)] = self.cluster.groups[pool]
         return groups
 
     # The state of the models
@@ -136,17 +140,22 @@ class Deployment(AbstractContextManager["Deployment"]):
         that has this state already keeps it. The rollout gets the weights of the actor."""
         step = saved.state.step
         # Weights that are loaded below are not read from the files of the models, too.
-        self._roles = self._build(self.cluster, self.config, not saved.has_models)
+        reads_weights = not saved.has_models
+        self._roles = self._build(self.cluster, self.config, reads_weights)
         if self._monitors is None:
             self._monitors = self.cluster.start_monitors()
         self._monitors.watch()
+        # All roles load at the same time.
         loads = []
         for name, role in self._roles.trained.items():
-            if self._held.get(name) != Held.now(step, name, role):
-                loads.append((name, role, saved.load(name, role)))
+            wanted = Held.now(step, name, role)
+            if self._held.get(name) != wanted:
+                calls = saved.load(name, role)
+                loads.append((name, role, calls))
         for name, role, calls in loads:
             for call in calls:
                 call.get()
+            # Read again, because the loading counts as a change, too.
             self._held[name] = Held.now(step, name, role)
         for call in self._roles.sync_weights(step):
             call.get()
@@ -176,9 +185,11 @@ class Deployment(AbstractContextManager["Deployment"]):
         config = self.config.with_value("trainer.nnodes", self.cluster.num_live_nodes)
         plan = build_plan(config)
         check_move(config, plan, self.cluster.gpu_memory_bytes)
-        prepared = self.cluster.prepare(plan, list(plan.pools), ())
-        self.switch(prepared, replace(self.loaded, config=config))
-        return list(plan.pools)
+        names = list(plan.pools)
+        prepared = self.cluster.prepare(plan, names, workers=())
+        loaded = replace(self.loaded, config=config)
+        self.switch(prepared, loaded)
+        return names
 
     def switch(self, prepared: Prepared, loaded: LoadedConfig) -> None:
         """Go over to the pools of another plan. Those that both plans have are kept."""

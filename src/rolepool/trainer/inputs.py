@@ -45,13 +45,18 @@ def check_inputs(config: Config, plan: Plan, reward: UserFunction | None = None)
 
     Raises ConfigError, before a process starts, if a model, function or class cannot be loaded.
     """
+    # This raises an error if there is no such loss.
     policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    sections: dict[str, None] = dict.fromkeys(ROLE_SPECS[role].model for role in plan.roles)
-    models = {section: read_model_config(config, section) for section in sections}
+    models: Models = {}
+    for role in plan.roles:
+        section = ROLE_SPECS[role].model
+        if section not in models:
+            models[section] = read_model_config(config, section)
     for role in plan.roles:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
     if uses_rule(plan):
-        num_helpers = num_helpers_for(load_reward_function(config, reward), config)
+        function = load_reward_function(config, reward)
+        num_helpers = num_helpers_for(function, config)
         return Inputs(models, {RULE_POOL: num_helpers})
     if reward is not None:
         raise ConfigError(
@@ -63,7 +68,8 @@ def check_inputs(config: Config, plan: Plan, reward: UserFunction | None = None)
 def uses_rule(plan: Plan) -> bool:
     """Whether a role that the plan does not have is played by a class without a model: the reward,
     if it is a rule."""
-    return any(spec.rule_worker and role not in plan.roles for role, spec in ROLE_SPECS.items())
+    roles_without_pool = ROLE_SPECS.keys() - plan.roles.keys()
+    return any(ROLE_SPECS[role].rule_worker for role in roles_without_pool)
 
 
 def num_helpers_for(function: RewardFunction | WeightedRewards, config: Config) -> int:
@@ -71,7 +77,9 @@ def num_helpers_for(function: RewardFunction | WeightedRewards, config: Config) 
     batch in one."""
     if function.takes_batches:
         return 1
-    num_helpers = min(max(1, (os.cpu_count() or 1) // CPUS_PER_HELPER), MAX_HELPERS)
+    num_cpus = os.cpu_count() or 1
+    num_helpers = max(1, num_cpus // CPUS_PER_HELPER)
+    num_helpers = min(num_helpers, MAX_HELPERS)
     num_calls = config.custom_reward_function.max_concurrency
     if function.is_users and num_calls is not None:
         return min(num_helpers, num_calls)
@@ -90,6 +98,7 @@ def check_prompts(config: Config, models: Models, prompts: Sequence[PromptSet]) 
                 prompt_set.check_vocabulary(f"{section}.path={keys.path}", vocab_size)
             continue
         texts = reward_texts(config, section, vocab_size)
-        if texts is not None:  # otherwise it reads the tokens of the policy
-            for prompt_set in prompts:
-                texts.check(prompt_set)
+        if texts is None:  # the reward model reads the tokens of the policy
+            continue
+        for prompt_set in prompts:
+            texts.check(prompt_set)

@@ -30,9 +30,11 @@ class Interrupt:
     def watch(self) -> Iterator[None]:
         """Handle signals in the block; in the main thread only, because Python delivers them
         nowhere else."""
-        is_main = threading.current_thread() is threading.main_thread()
+        handled: tuple[signal.Signals, ...] = ()
+        if threading.current_thread() is threading.main_thread():
+            handled = (signal.SIGINT, signal.SIGTERM)
         with ExitStack() as restored:
-            for number in (signal.SIGINT, signal.SIGTERM) if is_main else ():
+            for number in handled:
                 before = signal.signal(number, self._ask)
                 restored.callback(signal.signal, number, before)
             try:
@@ -41,9 +43,10 @@ class Interrupt:
                 raise self._error(*interrupt.args) from None
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
-        last_s = self._last_s
-        self._last_s = time.monotonic()
-        if self._last_s - last_s < SAME_SIGNAL_S:
+        now_s = time.monotonic()
+        since_last_s = now_s - self._last_s
+        self._last_s = now_s
+        if since_last_s < SAME_SIGNAL_S:
             return
         self._error = Terminated if signum == signal.SIGTERM else KeyboardInterrupt
         if self.asked or not self.in_steps:

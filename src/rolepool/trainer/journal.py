@@ -104,14 +104,19 @@ class Journal:
     def add_step(self, step: RunningStep, deployment: Deployment, num_steps: int) -> None:
         """A step whose calls are all queued. It is unfinished from now on. The step before it is
         finished, because its last calls have ended by now."""
-        number = step.calls.number
         estimated = step.calls.estimated
         self._add_texts(step, num_steps)
-        estimated.metrics["training/epoch"] = float(step.epoch)
-        estimated.metrics["training/num_steps"] = float(num_steps)
-        num_ranks = deployment.roles.actor.dp_size
-        lengths = length_metrics(self._config, estimated.lengths, num_ranks, number)
-        estimated.metrics.update(lengths)
+        metrics = estimated.metrics
+        metrics["training/epoch"] = float(step.epoch)
+        metrics["training/num_steps"] = float(num_steps)
+        metrics.update(
+            length_metrics(
+                self._config,
+                estimated.lengths,
+                num_ranks=deployment.roles.actor.dp_size,
+                step=step.calls.number,
+            )
+        )
         self.finish_step(deployment, following=step)
         self._unfinished = step
 
@@ -121,21 +126,33 @@ class Journal:
         number = step.calls.number
         folder = self._config.trainer.rollout_data_dir
         if folder is not None:
-            write_samples("trainer.rollout_data_dir", folder, number, self._samples_of(step))
-        if records_responses(number, num_steps):
-            few = list(islice(self._samples_of(step), NUM_TRAINING_SAMPLES))
-            self.folder.add_samples(number, few, "training_responses")
-            if number == num_steps and not self._validates_at_the_end:
-                self.observer.on_training_samples(number, few[:NUM_SHOWN_SAMPLES])
+            all_samples = self._samples_of(step)
+            write_samples("trainer.rollout_data_dir", folder, number, all_samples)
+        if not records_responses(number, num_steps):
+            return
+        few = list(islice(self._samples_of(step), NUM_TRAINING_SAMPLES))
+        self.folder.add_samples(number, few, "training_responses")
+        is_last = number == num_steps
+        if is_last and not self._validates_at_the_end:
+            shown = few[:NUM_SHOWN_SAMPLES]
+            self.observer.on_training_samples(number, shown)
 
     def _samples_of(self, step: RunningStep) -> Iterator[Sample]:
         calls = step.calls
-        return samples_of(step.prompts, calls.generation, calls.estimated.scored, self._tokenizer)
+        return samples_of(
+            prompts=step.prompts,
+            rollouts=calls.generation,
+            scored=calls.estimated.scored,
+            tokenizer=self._tokenizer,
+        )
 
     @property
     def _validates_at_the_end(self) -> bool:
-        # test_freq=None means once, after the last step.
-        return bool(self._config.data.val_files) and (self._config.trainer.test_freq or 1) > 0
+        if not self._config.data.val_files:
+            return False
+        # None means once, after the last step.
+        test_freq = self._config.trainer.test_freq
+        return test_freq is None or test_freq > 0
 
     @property
     def is_finished(self) -> bool:
@@ -162,7 +179,8 @@ class Journal:
         self.folder.add_spans(recorded)
         samples = deployment.monitors.take()
         self.folder.add_monitor(samples)
-        self._write(step.number, {**metrics, **pool_utilization(samples)})
+        utilization = pool_utilization(samples)
+        self._write(step.number, {**metrics, **utilization})
         self.last_step = step.number
         self._bad_steps.add(step.number, metrics)
 
@@ -182,14 +200,16 @@ class Journal:
         """The result of a validation after this step."""
         keys = self._config.trainer
         self.folder.add_spans(Recorded(number, "testing", span) for span in spans)
-        if keys.validation_data_dir is not None:
-            write_samples("trainer.validation_data_dir", keys.validation_data_dir, number, samples)
+        folder = keys.validation_data_dir
+        if folder is not None:
+            write_samples("trainer.validation_data_dir", folder, number, samples)
         few = list(samples[:NUM_SAMPLES])
         self.folder.add_samples(number, few)
         self._write(number, metrics)
         self.observer.on_samples(number, few)
         if self._loggers is not None:
-            self._loggers.log_samples(number, samples[: keys.log_val_generations])
+            logged = samples[: keys.log_val_generations]
+            self._loggers.log_samples(number, logged)
 
     def add_checkpoint(self, number: int, span: Span) -> None:
         """A checkpoint was saved after this step."""
@@ -200,15 +220,22 @@ class Journal:
 
     def add_restart(self, step: int, what: str, seconds: float, pools: Sequence[str] = ()) -> None:
         """Something died, and the steps after this one are repeated."""
+        next_step = step + 1
         self.folder.add_event(
-            "restart", step + 1, what, seconds, pools, repeated_from_step=step + 1
+            "restart",
+            next_step,
+            what,
+            seconds,
+            pools,
+            repeated_from_step=next_step,
         )
 
     def _add_driver_restart(self, death: Death) -> None:
         seconds = time.time() - death.time_s
+        last_completed_step = max(death.step, self.last_step)
         self.folder.add_event(
             "restart",
-            max(death.step, self.last_step) + 1,
+            last_completed_step + 1,
             death.what,
             seconds,
             repeated_from_step=self.last_step + 1,

@@ -69,39 +69,56 @@ class Trainer:
         parts = self.parts
         start = self._start
         self.journal.last_step = start.step
-        if not parts.checkpoints.are_saved and not parts.config.trainer.val_only:
+        trains = not parts.config.trainer.val_only
+        if trains and not parts.checkpoints.are_saved:
             lost = "if the driver is killed, all its steps are lost"
             self.journal.notice(f"no checkpoint will be saved (trainer.save_freq=-1): {lost}")
-        measures = is_worth_measuring(parts.config, self.num_steps - start.step)
+
+        num_steps_left = self.num_steps - start.step
+        measures = is_worth_measuring(parts.config, num_steps_left)
         deployment = self.recovery.start(start, cleanup, measures=measures)
         self.journal.begin(start.after_step, deployment, self.death)
         cleanup.callback(self.journal.close)
         deployment.watchdog.begin("starting")
-        mover = Mover(deployment, self.journal, first_step=start.step, num_steps=self.num_steps)
+        mover = Mover(
+            deployment,
+            self.journal,
+            first_step=start.step,
+            num_steps=self.num_steps,
+        )
         cleanup.callback(mover.drop, "the run has ended")
-        self._between = BetweenSteps(parts, deployment, self.recovery, mover, start)
+        self._between = BetweenSteps(
+            parts=parts,
+            deployment=deployment,
+            recovery=self.recovery,
+            mover=mover,
+            start=start,
+        )
 
     def train(self) -> None:
         """Make all steps. After a death, continue after the last step whose state was kept."""
         interrupt = self.parts.interrupt
-        number = self._start.step
+        only_validates = self.parts.config.trainer.val_only
+        first_step = self._start.step
+        number = first_step
         self._take_snapshot(number)
         while True:
             is_last = number >= self.num_steps
             try:
                 self.between.validate_and_save(number, self.num_steps)
                 self.between.move_if_asked(number, is_last=is_last)
-                if is_last or self.parts.config.trainer.val_only:
+                if is_last or only_validates:
                     return
                 # Somebody has stopped the run. It ends with a step whose row is written.
-                has_new_step = number > self._start.step
+                has_new_step = number > first_step
                 if interrupt.asked and has_new_step and self.journal.is_finished:
                     break
                 self.begin_step(number + 1)
                 number += 1
             except WorkerError as error:
                 number = self.recovery.recover(self.deployment, error)
-            except KeyboardInterrupt:  # before the first step, or the second one in a step
+            except KeyboardInterrupt:
+                # It came before the first step, or it is the second one in a step.
                 if not interrupt.in_steps:
                     raise
                 raise KeyboardInterrupt(self.between.words_about_dropped()) from None
@@ -111,18 +128,21 @@ class Trainer:
         """Queue all calls of a step, and a snapshot of the state after it. The row of the step
         before it is written, because its last calls have ended by now."""
         deployment = self.deployment
+        config = deployment.config
+        roles = deployment.roles
         pipeline = self.parts.pipeline
         deployment.watchdog.begin(f"step {number}")
-        pipeline.generate(deployment.config, deployment.roles, number)
-        step = pipeline.learn(deployment.config, deployment.roles)
+        pipeline.generate(config, roles, number)
+        step = pipeline.learn(config, roles)
         deployment.hold(number)
         self._take_snapshot(number)
         self.journal.add_step(step, deployment, self.num_steps)
         return step
 
     def _take_snapshot(self, number: int) -> None:
+        deployment = self.deployment
         state = self.parts.pipeline.state_after(number)
-        self.deployment.snapshots.save(self.deployment.roles, state)
+        deployment.snapshots.save(deployment.roles, state)
 
     def build_roles(self, cluster: Cluster, config: Config, reads_weights: bool) -> Roles:
         """Build every role that its pool does not have yet, and wait until they are ready."""

@@ -37,7 +37,8 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
     from rolepool.trainer.start_checks import checked
 
     if split_file is not None:
-        draft = draft.with_problems(lines_of(_in_two_pools(draft.loaded.config)))
+        contradictions = lines_of(_in_two_pools(draft.loaded.config))
+        draft = draft.with_problems(contradictions)
     loaded = checked(draft)
     is_own_program = bool(arguments) and sys.argv[-len(arguments) :] == arguments
     if not is_own_program:  # a Python program called `main` with a list
@@ -77,7 +78,8 @@ def start(
     called during it. `death` says how the driver before this one died.
     """
     if death is not None and death.has_checkpoint:
-        loaded = replace(loaded, config=loaded.config.with_value("trainer.resume_mode", "auto"))
+        config = loaded.config.with_value("trainer.resume_mode", "auto")
+        loaded = replace(loaded, config=config)
 
     from rolepool.config.sources import DEMO_FOLDER, trains_demo
     from rolepool.trainer.console import TrainingConsole
@@ -111,10 +113,9 @@ def start(
         try:
             trainer.run()
         except RayDiedError as error:
+            newest = trainer.parts.checkpoints.newest_in_words
             fix = "the same command continues the run in a new Ray"
-            raise RayDiedError(
-                f"{error}; {trainer.parts.checkpoints.newest_in_words}; {fix}"
-            ) from None
+            raise RayDiedError(f"{error}; {newest}; {fix}") from None
     console.print_summary(trainer.parts.folder.path)
 
 

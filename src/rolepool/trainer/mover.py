@@ -42,7 +42,8 @@ class Move:
     def close(self) -> None:
         """End processes that were started in vain."""
         if self.starting.exception() is None:
-            self.starting.result().cleanup.close()
+            prepared = self.starting.result()
+            prepared.cleanup.close()
 
 
 class Mover:
@@ -60,19 +61,29 @@ class Mover:
         self._move: Move | None = None
         """The move whose processes are starting or have started."""
         self.rebalancer = Rebalancer(
-            deployment, self._folder, journal.notice, first_step=first_step, num_steps=num_steps
+            deployment,
+            self._folder,
+            journal.notice,
+            first_step=first_step,
+            num_steps=num_steps,
         )
 
     def ask(self, plan: Plan, loaded: LoadedConfig | None = None) -> Move:
         """Start the processes of a move. `loaded` is the config of the plan, if it is another one.
         Raises PlacementError if the run cannot move there."""
         now = self._deployment
-        loaded = loaded or now.loaded
+        if loaded is None:
+            loaded = now.loaded
         if self._move is not None:
             raise PlacementError("a move is under way; wait until it has ended")
         if plan.pools == now.plan.pools:
             raise PlacementError(f"the run has this placement already ({plan.in_words})")
-        check_move(loaded.config, plan, now.cluster.gpu_memory_bytes, before=now.plan)
+        check_move(
+            loaded.config,
+            plan,
+            now.cluster.gpu_memory_bytes,
+            before=now.plan,
+        )
         names = changed_pools(now.config, now.plan, loaded.config, plan)
         workers = [ROLE_SPECS[role].worker for role in plan.roles]
         starting = self._starter.submit(now.cluster.prepare, plan, names, workers)
@@ -96,7 +107,8 @@ class Mover:
         if proposal is None:
             return
         try:
-            self.ask(*moved(self._deployment.config, proposal.words))
+            plan, loaded = moved(self._deployment.config, proposal.words)
+            self.ask(plan, loaded)
             self.rebalancer.accepted(proposal)
         except Exception as error:  # no prediction may stop training
             self.rebalancer.refused(error)
@@ -106,7 +118,8 @@ class Mover:
         if request is None:
             return
         try:
-            move = self.ask(*moved(self._deployment.config, request.words))
+            plan, loaded = moved(self._deployment.config, request.words)
+            move = self.ask(plan, loaded)
             move.has_request = True
             show_progress(self._folder, f"starting processes for {move.plan.in_words}")
         except Exception as error:  # a strategy or an extension of the user may raise anything
@@ -131,8 +144,13 @@ class Mover:
         """The run has moved after this step, and stood still for so long."""
         self._move = None
         what = f"{before.in_words} -> {move.plan.in_words}"
-        pools = list(move.starting.result().processes)
-        self._journal.add_move(number, what, seconds, pools)
+        prepared = move.starting.result()
+        self._journal.add_move(
+            number,
+            what,
+            seconds,
+            pools=list(prepared.processes),
+        )
         self.rebalancer.has_moved(number + 1, seconds)
         words = f"moved after step {number}: {what} ({seconds:.1f} s)"
         self._journal.notice(words)

@@ -52,7 +52,8 @@ def moved(config: Config, words: Sequence[str]) -> tuple[Plan, LoadedConfig]:
     """The plan with these settings, and its config. Raises an error if a run cannot change to them
     while it trains."""
     check_words(words)
-    loaded = load_config([without_placement(config, words)], words)
+    other_keys = without_placement(config, words)
+    loaded = load_config([other_keys], words)
     return build_plan(loaded.config), loaded
 
 
@@ -69,10 +70,11 @@ def check_words(words: Sequence[str]) -> None:
 
 def is_known(loaded: LoadedConfig, words: Sequence[str]) -> bool:
     """Whether the plan of a move can be made without importing what only the run folder names."""
+    if loaded.unknown_names:
+        return False
     sets_strategy = any(word.startswith("placement.strategy=") for word in words)
-    return not loaded.unknown_names and (
-        sets_strategy or ":" not in loaded.config.placement.strategy
-    )
+    # A strategy of a user is `module:function`.
+    return sets_strategy or ":" not in loaded.config.placement.strategy
 
 
 def check_move(
@@ -84,19 +86,29 @@ def check_move(
     if before is not None and (plan.mps or before.mps):
         fix = "stop it, and resume it with the new placement"
         problems.append(f"placement.mps=true: a run with MPS cannot move; {fix}")
-    for name, memory in estimate_memory(config, plan, gpu_memory_bytes).pools.items():
+    estimate = estimate_memory(config, plan, gpu_memory_bytes)
+    for name, memory in estimate.pools.items():
         if memory.excess:
             too_much = f"{name} needs about {show_bytes(memory.excess)} more than a GPU has"
             problems.append(f"{too_much}; `rolepool plan` shows what would help")
     PlacementError.raise_if_any(problems)
 
 
-def changed_pools(config: Config, plan: Plan, new_config: Config, new_plan: Plan) -> list[str]:
+def changed_pools(
+    config: Config,
+    plan: Plan,
+    new_config: Config,
+    new_plan: Plan,
+) -> list[str]:
     """The pools of the new plan that need new processes. Pools with the same GPUs, roles and groups
     are kept."""
     if config.at(TENSOR_PARALLEL) != new_config.at(TENSOR_PARALLEL):
         return list(new_plan.pools)
-    return [name for name, pool in new_plan.pools.items() if plan.pools.get(name) != pool]
+    changed: list[str] = []
+    for name, pool in new_plan.pools.items():
+        if plan.pools.get(name) != pool:
+            changed.append(name)
+    return changed
 
 
 def take_request(run_folder: Path) -> MoveRequest | None:
@@ -144,7 +156,8 @@ def ask_run(
         raise ConfigError(
             f"{file}: the run was asked already and has not answered; wait, or remove this file"
         )
-    write_atomically(file, [MoveRequest(words=list(words)).model_dump_json()])
+    request = MoveRequest(words=list(words))
+    write_atomically(file, [request.model_dump_json()])
     try:
         answer = _await_answer(file, timeout_s, on_progress)
     finally:

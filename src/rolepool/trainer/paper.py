@@ -29,7 +29,9 @@ def step_of(config: Config, needs: Needs | None = None) -> Step[Any]:
     None means what is known without importing the estimator."""
     if config.trainer.step is not None:
         named = import_object("trainer.step", config.trainer.step)
-        return named if isinstance(named, Step) else in_one_function(named)
+        if isinstance(named, Step):
+            return named
+        return in_one_function(named)
     if needs is None:
         needs = ADV_ESTIMATORS.get(config.algorithm.adv_estimator, ())
     return remax_step if "reward_baselines" in needs else ppo_step
@@ -40,7 +42,8 @@ def schedule_of(config: Config) -> Schedule:
     generation."""
     for key in all_keys():
         if key.endswith(".ppo_epochs"):
-            config = config.with_value(key, min(MAX_EPOCHS, config.at(key)))
+            num_epochs = min(MAX_EPOCHS, config.at(key))
+            config = config.with_value(key, num_epochs)
     graph = _Graph()
     proxies: dict[str, Any] = {}
     needed, _ = needed_roles(config)
@@ -50,19 +53,22 @@ def schedule_of(config: Config) -> Schedule:
     estimator: Any = _PaperEstimator(graph, roles.recorder)
     pipeline = Pipeline(step_of(config), estimator, _PaperPrompts())
 
-    number = config.trainer.critic_warmup + 1
+    number = config.trainer.critic_warmup + 1  # the first step that trains the actor
     pipeline.generate(config, roles, number)
-    names = _names_of(_learned(pipeline, config, roles))
+    noted = _learned(pipeline, config, roles)
+    names = _names_of(noted)
     num_calls = len(graph.calls)
     # The next step begins, too, because its first call ends this one.
     following: Sequence[NotedCall] = pipeline.generate(config, roles, number + 1)
     if not following:  # a step in one function makes all its calls in the second phase
         following = _learned(pipeline, config, roles)
-    names[num_calls] = f"{NEXT_STEP}{_names_of(following)[num_calls]}"
+    name_of_next = _names_of(following)[num_calls]
+    names[num_calls] = f"{NEXT_STEP}{name_of_next}"
 
     scheduled: list[ScheduledCall] = []
     for position, call in enumerate(graph.calls[: num_calls + 1]):
-        scheduled.append(ScheduledCall(names[position], call.roles, call.after))
+        name = names[position]
+        scheduled.append(ScheduledCall(name, call.roles, call.after))
     return Schedule(tuple(scheduled))
 
 
@@ -147,7 +153,8 @@ class _Graph:
             if role in self._last_of:
                 after.add(self._last_of[role])
             self._last_of[role] = position
-        self.calls.append(_Node(frozenset(roles), frozenset(after)))
+        node = _Node(frozenset(roles), frozenset(after))
+        self.calls.append(node)
         return PaperBatch(frozenset({position}))
 
     def wait_for(self, batch: PaperBatch) -> None:

@@ -31,7 +31,10 @@ class RunParts:
     """Everything that a run has before its processes start."""
 
     def __init__(
-        self, loaded: LoadedConfig, dtype: torch.dtype, reward: UserFunction | None
+        self,
+        loaded: LoadedConfig,
+        dtype: torch.dtype,
+        reward: UserFunction | None,
     ) -> None:
         self.loaded = loaded
         self._dtype = dtype
@@ -56,23 +59,33 @@ class RunParts:
             self.val_prompts.leave_out(prompts)
             prompt_sets.append(self.val_prompts)
         check_prompts(config, checked.models, prompt_sets)
+        seed = keys.seed if data.seed is None else data.seed
         self.loader = PromptLoader(
             prompts,
             data.train_batch_size,
-            seed=keys.seed if data.seed is None else data.seed,
+            seed=seed,
             shuffle=data.shuffle,
         )
-        num_epoch_steps = keys.total_epochs * self.loader.num_steps_per_epoch
-        self.num_steps = keys.total_training_steps or num_epoch_steps
+        num_steps_of_epochs = keys.total_epochs * self.loader.num_steps_per_epoch
+        self.num_steps = keys.total_training_steps or num_steps_of_epochs
 
         estimator = Estimator(config)
-        repeated_prompts = RepeatedPrompts(self.loader, config.actor_rollout_ref.rollout.n)
-        self.pipeline = Pipeline(step_of(config, estimator.needs), estimator, repeated_prompts)
+        num_samples = config.actor_rollout_ref.rollout.n
+        self.pipeline = Pipeline(
+            step=step_of(config, estimator.needs),
+            estimator=estimator,
+            prompts=RepeatedPrompts(self.loader, num_samples),
+        )
 
         self.folder = RunFolder(keys.default_local_dir)
         self.checkpoints = Checkpoints(config, self.folder, self.plan.roles)
         self.bad_steps = BadSteps(loaded, self.checkpoints)
-        self.journal = Journal(config, self.folder, self.tokenizer, self.bad_steps)
+        self.journal = Journal(
+            config,
+            self.folder,
+            self.tokenizer,
+            self.bad_steps,
+        )
         self.interrupt = Interrupt()
 
     def build_roles(self, cluster: Cluster, config: Config, reads_weights: bool) -> Roles:

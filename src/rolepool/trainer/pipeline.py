@@ -78,7 +78,14 @@ class Pipeline:
         roles.recorder.begin()
         generated = self._step.generate(config, roles, prompts, number)
         calls = roles.recorder.take()
-        self._queue.append(Waiting(prompts, epoch, position, generated, calls))
+        batch = Waiting(
+            prompts=prompts,
+            epoch=epoch,
+            position=position,
+            generated=generated,
+            calls=calls,
+        )
+        self._queue.append(batch)
         return calls
 
     def learn(self, config: Config, roles: Roles) -> RunningStep:
@@ -91,9 +98,17 @@ class Pipeline:
 
     def state_after(self, number: int) -> TrainState:
         """The state after the updates of this step are queued."""
-        position = self._queue[0].position if self._queue else self._prompts.state_dict()
-        kl_controller = {"value": self._estimator.kl_controller.value}
-        return TrainState(step=number, data=dict(position), kl_controller=kl_controller)
+        position: Mapping[str, Any]
+        if self._queue:
+            position = self._queue[0].position
+        else:
+            position = self._prompts.state_dict()
+        kl_controller = self._estimator.kl_controller
+        return TrainState(
+            step=number,
+            data=dict(position),
+            kl_controller={"value": kl_controller.value},
+        )
 
     def restore(self, state: TrainState) -> None:
         """Go to a state. What is in the queue was generated with other weights, or by processes

@@ -50,8 +50,10 @@ def resolve(
         steps = f"steps 1 to {NUM_CALIBRATION_STEPS} run in one pool and are the calibration"
         then = "then the run moves if that is faster"
         return loaded, [f"placement.strategy=auto: there is no profile; {steps}, {then}"]
-    predictor = _predictor(read_recordings([folder], None))
-    best, *_ = search(predictor, config, build_plan(config).gpus_per_node)
+    recordings = read_recordings([folder], None)
+    predictor = _predictor(recordings)
+    nodes = build_plan(config).gpus_per_node
+    best, *_ = search(predictor, config, nodes)
     _, chosen = moved(config, best.name.split())
     notice = f"placement.strategy=auto: {in_words(best)} (from {folder})"
     return replace(loaded, config=chosen.config), [notice]
@@ -60,15 +62,19 @@ def resolve(
 def newest_profile(config: Config) -> Path | None:
     """The newest run folder beside that of the config with the same models and device, if there is
     one."""
-    files = Path(config.trainer.default_local_dir).parent.glob("*/spans.jsonl")
+    identity = identity_of(config)
+    runs = Path(config.trainer.default_local_dir).parent
+    files = runs.glob("*/spans.jsonl")
     newest_first = sorted(files, key=lambda file: -file.stat().st_mtime)
     for file in newest_first:
+        folder = file.parent
         # Another program's folder, or one without a completed step.
         with suppress(RolepoolError, ValueError):
-            config_there = Config.model_validate(open_run(file.parent).config)
-            if identity_of(config_there) == identity_of(config):
-                Profile(recordings_of(read_run(file.parent, LAST_BYTES)))
-                return file.parent
+            config_there = Config.model_validate(open_run(folder).config)
+            if identity_of(config_there) == identity:
+                run = read_run(folder, LAST_BYTES)
+                Profile(recordings_of(run))  # raises an error if there is no completed step
+                return folder
     return None
 
 
@@ -143,9 +149,12 @@ class Rebalancer:
     def after_step(self, number: int) -> Proposal | None:
         """Begin a search if one is due. Returns the placement that a search has found, once."""
         if self._looking is None:
-            num_steps = NUM_CALIBRATION_STEPS if self._num_tries else NUM_STEPS_BETWEEN
+            num_steps = NUM_STEPS_BETWEEN
+            if self._num_tries:
+                num_steps = NUM_CALIBRATION_STEPS
             is_due = number >= self._last + num_steps
-            if is_due and (self._may_move or self._expected is not None):
+            has_something_to_do = self._may_move or self._expected is not None
+            if is_due and has_something_to_do:
                 self._looking = self._thread.submit(self._look, number)
             return None
         if not self._looking.done():
@@ -179,7 +188,8 @@ class Rebalancer:
 
     def _look(self, number: int) -> Proposal | None:
         """The placement to move to; None if the run stays where it is."""
-        recordings = recordings_of(read_run(self._folder, LAST_BYTES))
+        run = read_run(self._folder, LAST_BYTES)
+        recordings = recordings_of(run)
         plan = self._placed.plan
         predictor = _predictor(recordings)
         predictions = self.search(predictor, self._placed.config, plan.gpus_per_node)
@@ -198,10 +208,12 @@ class Rebalancer:
             return prediction.low_s if is_trying else prediction.step_s
 
         best = min(predictions, key=hoped_s)
-        best_s = hoped_s(best)
-        gain_s = now_s - best_s
-        least_s = 0.0 if self._num_tries else self._keys.rebalance_gain * now_s
-        is_worth_it = gain_s > least_s and gain_s * (self._num_steps - number) > self.move_s
+        gain_s = now_s - hoped_s(best)
+        least_gain_s = self._keys.rebalance_gain * now_s
+        if self._num_tries:
+            least_gain_s = 0.0
+        num_steps_left = self._num_steps - number
+        is_worth_it = gain_s > least_gain_s and gain_s * num_steps_left > self.move_s
         is_other = places(best.plan) != places(self._placed.plan)
         if self._may_move and is_other and is_worth_it:
             self._num_tries = max(0, self._num_tries - 1)

@@ -101,9 +101,10 @@ def with_own_names(
     renamed: list[NotedCall] = []
     known: set[Any] = set()
     for operation, future in noted:
-        first_call = next(iter(future.calls))
         known.update(future.calls)
-        renamed.append(NotedCall(own_names.get(first_call, operation), future))
+        first_call = next(iter(future.calls))
+        name = own_names.get(first_call, operation)
+        renamed.append(NotedCall(name, future))
     for operation, futures in names.items():
         for future in futures:
             if known.isdisjoint(future.calls):

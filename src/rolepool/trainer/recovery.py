@@ -42,11 +42,12 @@ class Recovery:
             if measures:
                 deployment.measure_sharding()
             self._journal.observer.on_phase("loading models")
-            if self._checkpoints.are_saved or start.checkpoint is not None:
+            checkpoint = start.checkpoint
+            if self._checkpoints.are_saved or checkpoint is not None:
                 self._checkpoints.check_folder_is_shared(deployment.trained_groups)
-            if start.checkpoint is not None:
-                self._journal.notice(f"resuming from step {start.step} ({start.checkpoint.path})")
-            state = start.checkpoint or Beginning(self._pipeline.state_after(0))
+            if checkpoint is not None:
+                self._journal.notice(f"resuming from step {start.step} ({checkpoint.path})")
+            state = checkpoint or Beginning(self._pipeline.state_after(0))
             self._restore(deployment, state)
             return deployment
         except WorkerError as error:
@@ -78,7 +79,8 @@ class Recovery:
             step = state.state.step
         what = error.problems[0]
         seconds = time.monotonic() - start_s
-        replaced = f"replaced {' and '.join(pools)}, and training resumes after step {step}"
+        names = " and ".join(pools)
+        replaced = f"replaced {names}, and training resumes after step {step}"
         self._journal.notice(f"{what}; {replaced} ({seconds:.1f} s)")
         self._journal.add_restart(step, what, seconds, pools)
         return step
@@ -86,15 +88,17 @@ class Recovery:
     def _replace(self, deployment: Deployment, pools: list[str]) -> Saved | None:
         """Replace the processes that died. Adds the names of their pools to `pools`, also if
         another process dies meanwhile. Returns the state that was restored, if there is one."""
+        journal = self._journal
         deployment.watchdog.begin("replacing processes")
-        plan = deployment.plan
+        plan_before = deployment.plan
         pools += deployment.repair()
-        if deployment.plan is not plan:
-            self._journal.add_plan(self._journal.last_step + 1, deployment)
-        with suppress(WorkerError):  # the step's last calls may be lost; then the step is repeated
-            self._journal.finish_step(deployment)
-        self._journal.drop_step()
-        state = self._newest(deployment, self._journal.last_step)
+        if deployment.plan is not plan_before:
+            journal.add_plan(journal.last_step + 1, deployment)
+        # The step's last calls may be lost. Then the step is repeated.
+        with suppress(WorkerError):
+            journal.finish_step(deployment)
+        journal.drop_step()
+        state = self._newest(deployment, journal.last_step)
         if state is not None:
             self._restore(deployment, state)
         return state
@@ -102,7 +106,8 @@ class Recovery:
     def move(self, deployment: Deployment, move: Move, step: int) -> None:
         """Change to the plan of a move after this step, whose state is saved. Roles in the pools
         that are kept have this state already."""
-        deployment.switch(move.starting.result(), move.loaded)
+        prepared = move.starting.result()
+        deployment.switch(prepared, move.loaded)
         self._journal.add_plan(step + 1, deployment)
         state = self._newest(deployment, step)
         if state is None or state.state.step != step:
@@ -112,16 +117,16 @@ class Recovery:
 
     def _open(self) -> Deployment:
         """Start the processes that the config asks for."""
-        num_processes = sum(pool.world_size for pool in self._parts.plan.pools.values())
+        parts = self._parts
+        num_processes = sum(pool.world_size for pool in parts.plan.pools.values())
         plural = "es" if num_processes > 1 else ""
         self._journal.observer.on_phase(f"starting {num_processes} process{plural}")
-        folder = self._parts.folder.path
         return Deployment(
-            self._parts.loaded,
-            self._build,
-            folder,
-            self._journal.notice,
-            helpers=self._parts.helpers,
+            parts.loaded,
+            build=self._build,
+            run_folder=parts.folder.path,
+            tell=self._journal.notice,
+            helpers=parts.helpers,
         )
 
     # The way back
@@ -142,8 +147,9 @@ class Recovery:
 
     def _count(self, error: WorkerError) -> None:
         """Count a death. Raises the error if it is none, or one too many without a new row."""
-        if self._journal.last_step > self._last_step:
-            self._last_step = self._journal.last_step
+        last_step = self._journal.last_step
+        if last_step > self._last_step:
+            self._last_step = last_step
             self._num_deaths = 0
         self._num_deaths += 1
         if not error.is_death or self._num_deaths > self._keys.max_restarts:

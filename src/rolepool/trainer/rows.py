@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from rolepool.config import Config
 from rolepool.metrics.spans import Recorded, operation_times, step_bounds
@@ -16,12 +17,14 @@ from rolepool.trainer.step import StepCalls, update_orders
 
 def record(step: StepCalls) -> list[Recorded]:
     """The spans of a step. Waits for all its calls."""
+    number = step.number
     recorded: list[Recorded] = []
     for operation, calls in step.calls.items():
         for call in calls:
             for span in call.spans():
-                recorded.append(Recorded(step.number, operation, span))
-    recorded.append(Recorded(step.number, ADV.name, step.estimated.span))
+                recorded.append(Recorded(number, operation, span))
+    adv_span = step.estimated.span
+    recorded.append(Recorded(number, ADV.name, adv_span))
     return recorded
 
 
@@ -45,16 +48,18 @@ def step_row(
         **describe(step.estimated, step.scored.get()),
     }
     times = operation_times(recorded)
-    start_s, end_s = step_bounds([*recorded, *after])[step.number]
+    bounds = step_bounds([*recorded, *after])
+    start_s, end_s = bounds[step.number]
     step_s = end_s - start_s
     times["timing_s/step"] = step_s
+    tokens_per_s = metrics["perf/total_num_tokens"] / step_s
     timeline = Timeline([*recorded, *before, *after])
     return {
         **metrics,
         **times,
         **_times_per_token(times, step.estimated),
         "perf/time_per_step": step_s,
-        "perf/throughput": metrics["perf/total_num_tokens"] / step_s / len(plan.slots),
+        "perf/throughput": tokens_per_s / len(plan.slots),
         **_peaks(recorded),
         **step_metrics(timeline, start_s, end_s),
     }
@@ -93,23 +98,37 @@ def _times_per_token(times: Mapping[str, float], estimated: Estimated) -> dict[s
     num_all = sum(estimated.lengths)
     per_token: dict[str, float] = {}
     for name, operation in OPERATIONS.items():
+        if not operation.is_per_token:
+            continue
         seconds = times.get(f"timing_s/{name}")
         num_tokens = num_sampled if operation.generates else num_all
-        if operation.is_per_token and seconds is not None and num_tokens > 0:
+        if seconds is not None and num_tokens > 0:
             per_token[f"timing_per_token_ms/{name}"] = seconds * 1000 / num_tokens
     return per_token
 
 
 def length_metrics(
-    config: Config, lengths: Sequence[int], num_ranks: int, step: int
+    config: Config,
+    lengths: Sequence[int],
+    num_ranks: int,
+    step: int,
 ) -> dict[str, float]:
     """`global_seqlen/*`, with trainer.balance_batch: the numbers of tokens of the actor's ranks if
     they got the rows in order, and those of its first epoch, in which the rows are balanced."""
     if not config.trainer.balance_batch:
         return {}
-    order, _ = next(update_orders(config, config.actor_rollout_ref.actor, lengths, num_ranks, step))
-    in_order = np.reshape(lengths, (num_ranks, -1)).sum(axis=1)
-    balanced = np.asarray(lengths)[order].reshape(num_ranks, -1).sum(axis=1)
+    keys = config.actor_rollout_ref.actor
+    orders = update_orders(config, keys, lengths, num_ranks, step)
+    order, _ = next(orders)
+
+    def tokens_of_ranks(lengths_of_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        by_rank = lengths_of_rows.reshape(num_ranks, -1)
+        num_tokens: npt.NDArray[np.int64] = by_rank.sum(axis=1)
+        return num_tokens
+
+    all_lengths = np.asarray(lengths)
+    in_order = tokens_of_ranks(all_lengths)
+    balanced = tokens_of_ranks(all_lengths[order])
     return {
         "global_seqlen/min": float(in_order.min()),
         "global_seqlen/max": float(in_order.max()),

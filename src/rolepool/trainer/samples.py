@@ -35,7 +35,10 @@ def records_responses(step: int, num_steps: int) -> bool:
 
 
 def samples_of(
-    prompts: DataProto, rollouts: Any, scored: DataProto, tokenizer: PreTrainedTokenizerBase
+    prompts: DataProto,
+    rollouts: Any,
+    scored: DataProto,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[dict[str, Any]]:
     """The texts, ground truth, score and data source of each response, and other numbers of the
     reward function. `rollouts` is the future of the generation; only its tokens are fetched."""
@@ -45,8 +48,9 @@ def samples_of(
     for index, response in enumerate(responses):
         numbers = dict(graded[index].numbers)
         reward_model = columns["reward_model"][index] or {}
+        prompt_ids = columns["raw_prompt_ids"][index]
         sample = {
-            "prompt": tokenizer.decode(columns["raw_prompt_ids"][index], skip_special_tokens=True),
+            "prompt": tokenizer.decode(prompt_ids, skip_special_tokens=True),
             "question": question_of(columns["raw_prompt"][index]),
             "response": tokenizer.decode(response, skip_special_tokens=True),
             "ground_truth": reward_model.get("ground_truth"),
@@ -74,8 +78,11 @@ def question_of(prompt: Any) -> str:
     # The content may have several pieces, such as images. Only texts are shown.
     texts: list[str] = []
     for piece in content or ():
-        if isinstance(piece, Mapping) and isinstance(piece.get("text"), str):
-            texts.append(piece["text"])
+        if not isinstance(piece, Mapping):
+            continue
+        text = piece.get("text")
+        if isinstance(text, str):
+            texts.append(text)
     return " ".join(texts)
 
 
@@ -83,15 +90,24 @@ def scored_responses(data_sources: Iterable[str], scored: DataProto) -> list[Sco
     """The responses in the order of their rows. NaN stands for a number that the reward function
     did not return for a response."""
     scores: list[float] = scored.batch["scores"].tolist()
-    preds = scored.non_tensor_batch.get(PRED, [None] * len(scores))
-    all_numbers: list[dict[str, float]] = [{} for _ in scores]
-    for name, array in reward_numbers(scored).items():
-        for numbers, number in zip(all_numbers, array, strict=True):
+    no_answers = [None] * len(scores)
+    preds = scored.non_tensor_batch.get(PRED, no_answers)
+    numbers_of_rows: list[dict[str, float]] = [{} for _ in scores]
+    for name, column in reward_numbers(scored).items():
+        variable = name.removeprefix("reward/")
+        for numbers, number in zip(numbers_of_rows, column, strict=True):
             if not np.isnan(number):
-                numbers[name.removeprefix("reward/")] = float(number)
+                numbers[variable] = float(number)
     responses: list[ScoredResponse] = []
-    rows = zip(data_sources, all_numbers, scores, preds, strict=True)
+    rows = zip(
+        data_sources,
+        numbers_of_rows,
+        scores,
+        preds,
+        strict=True,
+    )
     for data_source, numbers, score, pred in rows:
+        # Last, so that a number with this name does not replace the score.
         numbers["reward"] = score
         responses.append(ScoredResponse(data_source, numbers, pred))
     return responses

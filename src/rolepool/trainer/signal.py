@@ -58,7 +58,8 @@ class Source:
     @property
     def best(self) -> float:
         """The mean of the best score of each prompt, which is pass@n if scores are 0 or 1."""
-        return float(np.mean(np.max(self.groups, axis=1)))
+        best_scores = np.max(self.groups, axis=1)
+        return float(np.mean(best_scores))
 
     @property
     def mixed(self) -> float:
@@ -72,7 +73,8 @@ class Source:
 
     def _share_of_differences(self, more_than: float, at_most: float) -> float:
         differences = np.ptp(self.groups, axis=1)
-        return float(np.mean((differences > more_than) & (differences <= at_most)))
+        is_between = (differences > more_than) & (differences <= at_most)
+        return float(np.mean(is_between))
 
     @property
     def truncated(self) -> float:
@@ -152,9 +154,11 @@ class _Measurement(Trainer):
 
     def train(self) -> None:
         self.observer.on_phase(f"generating responses to {self._num_prompts} prompts")
-        rollout = self.parts.config.actor_rollout_ref.rollout
-        num_samples = rollout.n if rollout.n > 1 else DEFAULT_SAMPLES
+        num_samples = self.parts.config.actor_rollout_ref.rollout.n
+        if num_samples <= 1:
+            num_samples = DEFAULT_SAMPLES
         limit = self.parts.config.data.max_response_length
+        roles = self.deployment.roles
         sources: dict[str, Source] = defaultdict(Source)
         num_tokens = 0
         seconds = 0.0
@@ -164,11 +168,12 @@ class _Measurement(Trainer):
             num_left -= len(prompts)
             start_s = time.monotonic()
             rows = repeated(prompts, num_samples)
-            rollouts = self.deployment.roles.rollout.generate_sequences(rows)
-            responses = list(rows_of_responses(rollouts.get(keys=TOKENS).batch))
+            rollouts = roles.rollout.generate_sequences(rows)
+            tokens = rollouts.get(keys=TOKENS).batch
+            responses = list(rows_of_responses(tokens))
             seconds += time.monotonic() - start_s
             num_tokens += sum(map(len, responses))
-            scored = self.deployment.roles.reward.compute_scores(rollouts.union(rows)).get()
+            scored = roles.reward.compute_scores(rollouts.union(rows)).get()
             scores: list[float] = scored.batch["scores"].tolist()
             self._add(sources, rows, responses, scores, num_samples)
         algorithm = self.parts.config.algorithm
@@ -199,12 +204,13 @@ class _Measurement(Trainer):
                 source.lengths.append(len(response))
                 source.num_truncated += self._is_truncated(response)
             if len(source.groups) == 1:
-                truth = (columns["reward_model"][first] or {}).get("ground_truth")
+                reward_model = columns["reward_model"][first] or {}
+                question = question_of(columns["raw_prompt"][first])
                 text = self.parts.tokenizer.decode(responses[first], skip_special_tokens=True)
                 source.example = (
-                    _short(question_of(columns["raw_prompt"][first])),
+                    _short(question),
                     _short(text),
-                    _short(truth),
+                    _short(reward_model.get("ground_truth")),
                 )
 
     def _is_truncated(self, response: Tensor) -> bool:

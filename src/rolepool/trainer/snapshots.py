@@ -8,7 +8,7 @@ for them, or if somebody removes them, there is a warning, and the next one is t
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -77,7 +77,10 @@ class Snapshots:
         self._of_other_ranks: set[str] = set()
         """The places that have files of ranks before a move."""
         self._has_room = True
-        self.keepers = Keepers(snapshot_number, cluster.nodes if self._every > 0 else ())
+        nodes_with_keeper: Collection[str] = ()
+        if self._every > 0:
+            nodes_with_keeper = cluster.nodes
+        self.keepers = Keepers(snapshot_number, nodes_with_keeper)
 
     def save(self, roles: Roles, state: TrainState) -> None:
         """Queue a snapshot of this state if one is due. The first one always is."""
@@ -106,7 +109,13 @@ class Snapshots:
         if place in self._of_other_ranks:
             self._of_other_ranks.remove(place)
             self.keepers.remove(place, nodes)
-        taken = Taken(state, place, next(self._numbers), {}, [])
+        taken = Taken(
+            state=state,
+            place=place,
+            number=next(self._numbers),
+            files={},
+            written=[],
+        )
         for name, role in roles.trained.items():
             self._queue(taken, name, role)
         self._taken = [*earlier, taken][-2:]
@@ -117,31 +126,44 @@ class Snapshots:
         nodes = [process.node_id for process in role.group.processes]
         num_ranks = len(nodes)
         folders = [str(self._folders[node] / folder) for node in nodes]
-        written = role.take_snapshot(folders, [taken.number] * num_ranks)
+        numbers = [taken.number] * num_ranks
+        written = role.take_snapshot(folders, numbers)
         files: list[Files] = []
         for rank in range(num_ranks):
             files.append(snapshot_files(folder, rank, num_ranks))
-        self.keepers.copy(taken.number, list(zip(files, nodes, strict=True)), written)
+        files_and_nodes = list(zip(files, nodes, strict=True))
+        self.keepers.copy(taken.number, files_and_nodes, written)
         taken.written.append(written)
         taken.files[name] = files
 
     def _warn_of_lost(self, where: Where) -> None:
         for node, folder in self._folders.items():
-            if node in where and where[node][0] != folder:
-                address = self._cluster.nodes[node]
+            if node not in where:
+                continue
+            folder_now, _ = where[node]
+            if folder_now != folder:
                 logger.warning(
-                    "the snapshots of node %s in %s are lost; new ones are taken", address, folder
+                    "the snapshots of node %s in %s are lost; new ones are taken",
+                    self._cluster.nodes[node],
+                    folder,
                 )
 
     def _check_room(self, where: Where) -> bool:
         """Whether all nodes have room for the snapshots. If not, there is one warning."""
-        free, address = min((free, self._cluster.nodes[node]) for node, (_, free) in where.items())
+        free_on_nodes: list[tuple[int, str]] = []
+        for node, (_, free) in where.items():
+            free_on_nodes.append((free, self._cluster.nodes[node]))
+        least_free, address = min(free_on_nodes)
         had_room = self._has_room
-        self._has_room = free >= self._needed
+        self._has_room = least_free >= self._needed
         if had_room and not self._has_room:
             needed = f"they need {show_bytes(self._needed)} of {SHARED_MEMORY} on each node"
-            has = f"node {address} has {show_bytes(free)} free"
-            logger.warning("no snapshots are taken until there is room: %s, and %s", needed, has)
+            has = f"node {address} has {show_bytes(least_free)} free"
+            logger.warning(
+                "no snapshots are taken until there is room: %s, and %s",
+                needed,
+                has,
+            )
         return self._has_room
 
     def complete(self, roles: Roles, groups: Groups, state: TrainState) -> bool:
@@ -157,7 +179,8 @@ class Snapshots:
         for written in taken.written:
             if not all(written.get()):
                 return False
-        while time.monotonic() < deadline:  # a GPU may still write to the files
+        # A GPU may still write to the files.
+        while time.monotonic() < deadline:
             newest = self.newest(groups, state.step)
             if newest is not None and newest.state.step == state.step:
                 return True
@@ -180,8 +203,10 @@ class Snapshots:
                 continue
             self.keepers.where(self._cluster.nodes)  # finds out which have died
             if self._is_everywhere(taken, groups):
-                folders = _folders_of(self.keepers.where(self._cluster.nodes))
-                folders = {node: folder / taken.place for node, folder in folders.items()}
+                where = self.keepers.where(self._cluster.nodes)
+                folders: dict[str, Path] = {}
+                for node, folder in _folders_of(where).items():
+                    folders[node] = folder / taken.place
                 return SavedSnapshot(taken.state, folders)
         return None
 

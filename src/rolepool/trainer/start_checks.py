@@ -22,14 +22,22 @@ from rolepool.placement.checks import find_problems, find_warnings
 from rolepool.placement.roles import ROLE_SPECS, Role, model_of
 
 
-def check_start(loaded: LoadedConfig, reward: UserFunction | None = None, *more: str) -> list[str]:
+def check_start(
+    loaded: LoadedConfig,
+    reward: UserFunction | None = None,
+    *more: str,
+) -> list[str]:
     """Raise ConfigError with all problems, also with `more` that were found before, or return the
     warnings, a line for each."""
     checked(Draft(loaded, more), reward)
     config = loaded.config
-    ConfigError.raise_if_any(dict.fromkeys(_problems(loaded, reward, lines_of(_plan(config)))))
+    problems_of_plan = lines_of(_plan(config))
+    problems = _problems(loaded, reward, problems_of_plan)
+    # Two checks may find the same problem.
+    ConfigError.raise_if_any(dict.fromkeys(problems))
     on_cpus = config.trainer.device != "cuda" and not _gpus_for(config)
-    return list(find_warnings(config, build_plan(config), on_cpus=on_cpus))
+    plan = build_plan(config)
+    return list(find_warnings(config, plan, on_cpus=on_cpus))
 
 
 def checked(draft: Draft, reward: UserFunction | None = None) -> LoadedConfig:
@@ -37,9 +45,9 @@ def checked(draft: Draft, reward: UserFunction | None = None) -> LoadedConfig:
     training would have."""
     more: list[str] = []
     if draft.problems:
-        more = list(
-            _problems(draft.loaded, reward, lines_of(_plan_as_written(draft.loaded.config)))
-        )
+        loaded = draft.loaded
+        problems_of_plan = lines_of(_plan_as_written(loaded.config))
+        more.extend(_problems(loaded, reward, problems_of_plan))
     return draft.checked(*more)
 
 
@@ -50,43 +58,50 @@ def named_files_problems(loaded: LoadedConfig) -> list[str]:
     Models without weights are no problem here, because plans are also made with a config.json
     alone.
     """
-    config, names = loaded.config, loaded.set_keys
+    config = loaded.config
+    names = loaded.set_keys
     paths: set[str | None] = set()
     checks = (_named_model(config, role, paths, names) for role in ROLE_SPECS)
     return [*lines_of(*checks), *find_data_problems(config, names)]
 
 
 def _problems(
-    loaded: LoadedConfig, reward: UserFunction | None, counts: list[str]
+    loaded: LoadedConfig, reward: UserFunction | None, problems_of_plan: list[str]
 ) -> Iterator[str]:
+    config = loaded.config
     paths: set[str | None] = set()
-    yield from lines_of(*(_model(loaded.config, role, paths) for role in ROLE_SPECS))
+    checks = (_model(config, role, paths) for role in ROLE_SPECS)
+    yield from lines_of(*checks)
     yield from loaded.why_not_trained()
-    yield from counts
-    yield from find_data_problems(loaded.config)
-    yield from lines_of(_given_reward(loaded.config, reward))
+    yield from problems_of_plan
+    yield from find_data_problems(config)
+    yield from lines_of(_given_reward(config, reward))
 
 
 def _model(config: Config, role: Role, paths: set[str | None]) -> Iterator[str]:
     """A role that the run needs has a model. `paths` are the models that were looked at already."""
     spec = ROLE_SPECS[role]
-    if spec.why_unused(config) is None:
-        path, _ = model_of(config, role)
-        problem = why_no_model(f"{spec.model}.path", path)
-        if problem is not None and path not in paths and not is_demo_to_make(path):
-            yield problem
-        paths.add(path)
+    if spec.why_unused(config) is not None:
+        return
+    path, _ = model_of(config, role)
+    problem = why_no_model(f"{spec.model}.path", path)
+    if problem is not None and path not in paths and not is_demo_to_make(path):
+        yield problem
+    paths.add(path)
 
 
 def _named_model(
     config: Config, role: Role, paths: set[str | None], names: Collection[str]
 ) -> Iterator[str]:
     """A model that the user has named exists, or at least its config.json does."""
-    if f"{ROLE_SPECS[role].model}.path" in names:
-        try:
-            read_model_file(*model_of(config, role))
-        except ShapeUnknown:
-            yield from _model(config, role, paths)
+    key = f"{ROLE_SPECS[role].model}.path"
+    if key not in names:
+        return
+    path, overrides = model_of(config, role)
+    try:
+        read_model_file(path, overrides)
+    except ShapeUnknown:
+        yield from _model(config, role, paths)
 
 
 def _plan(config: Config) -> Iterator[str]:
@@ -108,7 +123,8 @@ def _gpus_for(config: Config) -> int:
 
 def _capacity(config: Config, plan: Plan, gpus: int) -> Iterator[str]:
     """Whether this machine has what the plan needs. What a running Ray has, only Ray knows."""
-    if config.ray_kwargs.ray_init.address is not None or _is_connected_to_ray():
+    uses_running_ray = config.ray_kwargs.ray_init.address is not None
+    if uses_running_ray or _is_connected_to_ray():
         return
     if any(slot.node > 0 for slot in plan.slots):
         fix = "start Ray on every node and set ray_kwargs.ray_init.address (docs/multinode.md)"
@@ -116,7 +132,8 @@ def _capacity(config: Config, plan: Plan, gpus: int) -> Iterator[str]:
     if config.trainer.device == "cuda" and not gpus:
         yield "trainer.device=cuda: this machine has no GPU; set trainer.device=cpu, or train on a machine with a GPU"
     if gpus and any(slot.gpu >= gpus for slot in plan.slots):
-        there = f"this machine has {gpus} GPU{'s' if gpus > 1 else ''}"
+        plural = "s" if gpus > 1 else ""
+        there = f"this machine has {gpus} GPU{plural}"
         yield f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {there}; use at most {gpus}"
 
 
@@ -130,8 +147,9 @@ def _is_connected_to_ray() -> bool:
 def _given_reward(config: Config, reward: UserFunction | None) -> Iterator[str]:
     """A function that a Python program gives can be called and is used. The function that looks at
     it raises ConfigError."""
-    if reward is not None:
-        if config.reward_model.enable:
-            yield "reward: it is not used, because reward_model.enable=true; remove one of the two"
-        else:
-            load_reward_function(config, reward)
+    if reward is None:
+        return
+    if config.reward_model.enable:
+        yield "reward: it is not used, because reward_model.enable=true; remove one of the two"
+    else:
+        load_reward_function(config, reward)

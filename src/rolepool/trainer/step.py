@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -57,7 +56,8 @@ class Step(Generic[FirstResult]):
         self, config: Config, roles: Roles, estimator: Estimator, prompts: DataProto, number: int
     ) -> StepCalls:
         """Both phases, one after the other."""
-        return self.learn(config, roles, estimator, self.generate(config, roles, prompts, number))
+        generated = self.generate(config, roles, prompts, number)
+        return self.learn(config, roles, estimator, generated)
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,16 @@ class StepCalls:
     @property
     def first(self) -> tuple[str, CallFuture]:
         """The operation and the call with which the step began: the one that was queued first."""
-        numbered: list[tuple[int, str, CallFuture]] = []
+        noted: list[tuple[str, CallFuture]] = []
         for operation, futures in self.calls.items():
             for future in futures:
-                number = min(call.number for call in future.calls)
-                numbered.append((number, operation, future))
-        _, operation, future = min(numbered, key=itemgetter(0))
-        return operation, future
+                noted.append((operation, future))
+
+        def number_of(operation_and_call: tuple[str, CallFuture]) -> int:
+            _, future = operation_and_call
+            return min(call.number for call in future.calls)
+
+        return min(noted, key=number_of)
 
 
 # The first phase
@@ -117,7 +120,8 @@ def generate_with_baselines(
     rollouts = roles.rollout.generate_sequences(prompts)
     scores = roles.reward.compute_scores(rollouts.union(prompts))
     # The samples of a prompt are next to each other.
-    once = prompts[:: config.actor_rollout_ref.rollout.n]
+    num_samples = config.actor_rollout_ref.rollout.n
+    once = prompts[::num_samples]
     with roles.calls_named("baseline"):
         greedy = roles.rollout.generate_sequences(once, purpose="baseline")
         baselines = roles.reward.compute_scores(greedy.union(once))
@@ -138,15 +142,22 @@ def learn_from(
     ref = roles.ref.compute_ref_log_prob(rollouts) if roles.ref else None
 
     in_reward = (old, ref) if config.algorithm.use_kl_in_reward else ()
-    estimated = estimator.estimate(  # the driver waits here
-        generated.prompts, rollouts, generated.scores, generated.baselines, values, *in_reward
+    # The driver waits here.
+    estimated = estimator.estimate(
+        generated.prompts,
+        rollouts,
+        generated.scores,
+        generated.baselines,
+        values,
+        *in_reward,
     )
     batch = rollouts.union(estimated.batch)
     lengths = estimated.lengths
 
     if roles.critic and values is not None:
         of_critic = batch.union(values)
-        orders = update_orders(config, config.critic, lengths, roles.critic.dp_size, number)
+        num_ranks = roles.critic.dp_size
+        orders = update_orders(config, config.critic, lengths, num_ranks, number)
         for order, is_last in orders:
             roles.critic.update_critic(of_critic.reorder(order), ends_step=is_last)
 
@@ -155,7 +166,8 @@ def learn_from(
         of_actor = batch.union(old)
         if ref is not None and keys.use_kl_loss:
             of_actor = of_actor.union(ref)
-        orders = update_orders(config, keys, lengths, roles.actor.dp_size, number)
+        num_ranks = roles.actor.dp_size
+        orders = update_orders(config, keys, lengths, num_ranks, number)
         for order, is_last in orders:
             roles.actor.update_actor(of_actor.reorder(order), ends_step=is_last)
         roles.sync_weights(number)
@@ -230,16 +242,21 @@ def update_orders(
     mini-batch.
     """
     rows_per_mini_batch = config.rows_of_mini_batch(keys)
+    last_epoch = keys.ppo_epochs - 1
     for epoch in range(keys.ppo_epochs):
         rows = np.arange(len(lengths))
         if keys.shuffle:
             seed = derive_seed(config.trainer.seed, "shuffle", step, epoch)
-            rows = np.random.default_rng(seed).permutation(rows)
+            generator = np.random.default_rng(seed)
+            rows = generator.permutation(rows)
         in_order = [lengths[int(row)] for row in rows]
         order = rank_order(
-            in_order, rows_per_mini_batch, num_ranks, balance=config.trainer.balance_batch
+            in_order,
+            rows_per_mini_batch,
+            num_ranks,
+            balance=config.trainer.balance_batch,
         )
-        yield rows[order], epoch == keys.ppo_epochs - 1
+        yield rows[order], epoch == last_epoch
 
 
 # The calls of each role, with their types. The worker classes in `rolepool.roles` implement them.
@@ -327,11 +344,13 @@ class Roles:
     def __init__(self, calls: Mapping[str, Any], weights: WeightCalls) -> None:
         """`calls` has a proxy for each role of the run. Its methods are those of the role's class,
         which mypy cannot see; here they get their types."""
+        self._weights = weights
         self.recorder = CallRecorder()
         """Notes the calls of a step."""
         recorded: dict[str, Any] = {}
         for name, proxy in calls.items():
             recorded[name] = RecordedRole(self.recorder, Role(name), proxy)
+
         self.by_name: Mapping[str, Any] = recorded
         """All roles of the run by name, also those that were added with `register_role`."""
         self.actor: ActorCalls = recorded[Role.Actor]
@@ -339,12 +358,12 @@ class Roles:
         self.reward: RewardCalls = recorded[Role.RewardModel]
         self.critic: CriticCalls | None = recorded.get(Role.Critic)
         self.ref: ReferenceCalls | None = recorded.get(Role.RefPolicy)
+
         self.trained: dict[str, TrainedCalls] = {}
         """The roles whose models are saved. Their calls belong to no step."""
         for role in trained_roles():
             if role in calls:
                 self.trained[role] = calls[role]
-        self._weights = weights
 
     def sync_weights(self, version: int) -> list[CallFuture]:
         """Queue the transfer of the actor's weights to the rollout."""

@@ -52,7 +52,8 @@ def supervise(keys: TrainerConfig) -> int | Death | None:
     num_restarts = 0
     while driver := _start_driver():
         code, asked = wait_for(driver)
-        if code >= 0 and code not in (EXIT_RAY_DIED, 1):
+        was_killed = code < 0
+        if not was_killed and code not in (EXIT_RAY_DIED, 1):
             return 1 if code == EXIT_TRACEBACK else code
         _kill_session(driver)
         Console().show_cursor()  # a progress bar hides it

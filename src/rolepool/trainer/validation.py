@@ -19,7 +19,10 @@ NUM_SAMPLES = 64
 
 
 def validate(
-    config: Config, roles: Roles, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase
+    config: Config,
+    roles: Roles,
+    prompts: PromptSet,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[dict[str, float], list[dict[str, Any]], list[Span]]:
     """Generate responses to validation prompts and score them. Returns metrics, some responses (all
     of them if they are written to a file), and the spans."""
@@ -35,13 +38,16 @@ def validate(
     for batch in validation_batches(prompts, config.data.val_batch_size):
         rows = repeated(batch, num_samples)
         rollouts = roles.rollout.generate_sequences(rows, purpose="validate")
-        scored = roles.reward.compute_scores(rollouts.union(rows))
-        responses += scored_responses(rows.non_tensor_batch["data_source"], scored.get())
+        scores = roles.reward.compute_scores(rollouts.union(rows))
+        scored = scores.get()
+        data_sources = rows.non_tensor_batch["data_source"]
+        responses += scored_responses(data_sources, scored)
         # Texts take time to decode, so only as many are made as are used.
-        samples_of_batch = samples_of(rows, rollouts, scored.get(), tokenizer)
-        samples += islice(samples_of_batch, most_samples - len(samples))
+        samples_of_batch = samples_of(rows, rollouts, scored, tokenizer)
+        num_missing = most_samples - len(samples)
+        samples += islice(samples_of_batch, num_missing)
         spans += rollouts.spans()
-        spans += scored.spans()
+        spans += scores.spans()
     metrics = validation_metrics(responses, num_samples)
     metrics["timing_s/testing"] = time.monotonic() - start_s
     return metrics, samples, spans

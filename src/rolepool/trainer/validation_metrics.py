@@ -52,12 +52,14 @@ def validation_metrics(responses: Sequence[ScoredResponse], num_samples: int) ->
     metrics: dict[str, float] = {}
     for source, rows in rows_of_source.items():
         draws = list(_draws(rows, num_samples))
+        # A dict keeps the order of the names.
         names: dict[str, None] = {}
         for row in rows:
             names.update(dict.fromkeys(row.numbers))
         core_name = "acc" if "acc" in names else "reward"
         for name in names:
-            for statistic, value in _statistics(rows, name, num_samples, draws):
+            statistics = _statistics(rows, name, num_samples, draws)
+            for statistic, value in statistics:
                 is_core = name == core_name and _is_core(statistic, num_samples)
                 group = "val-core" if is_core else "val-aux"
                 metrics[f"{group}/{source}/{name}/{statistic}"] = value
@@ -67,7 +69,8 @@ def validation_metrics(responses: Sequence[ScoredResponse], num_samples: int) ->
 def _is_core(statistic: str, num_samples: int) -> bool:
     """Whether a statistic such as `best@4/mean` is one of all responses, and not the worst of them
     nor the deviation between them."""
-    kind, _, size = statistic.partition("/")[0].partition("@")
+    kind_and_size, _, _ = statistic.partition("/")
+    kind, _, size = kind_and_size.partition("@")
     return kind in ("mean", "best", "maj") and int(size) == num_samples
 
 
@@ -76,16 +79,23 @@ def _draws(rows: Sequence[ScoredResponse], num_samples: int) -> Iterator[Draws]:
     has_answers = any(row.pred is not None for row in rows)
     # Equal answers have equal numbers.
     numbers: dict[str | None, int] = {}
+    answers_of_rows: list[int] = []
     for row in rows:
-        numbers.setdefault(row.pred, len(numbers))
-    answers = np.array([numbers[row.pred] for row in rows]).reshape(-1, num_samples)
+        number = numbers.setdefault(row.pred, len(numbers))
+        answers_of_rows.append(number)
+    # [prompts, N]
+    answers = np.array(answers_of_rows).reshape(-1, num_samples)
     for size in _sizes_of_draws(num_samples):
         # The same generator as verl, so that the numbers are those of verl.
         generator = np.random.RandomState(SEED)
         drawn = generator.choice(num_samples, size=(NUM_DRAWS, size))
         winners: Places | None = None
         if has_answers:
-            winners = np.stack([_winners(of_prompt[drawn], drawn) for of_prompt in answers])
+            winners_of_prompts = []
+            for answers_to_prompt in answers:
+                drawn_answers = answers_to_prompt[drawn]
+                winners_of_prompts.append(_winners(drawn_answers, drawn))
+            winners = np.stack(winners_of_prompts)
         yield Draws(size, drawn, winners)
 
 
@@ -105,25 +115,32 @@ def _winners(answers: Places, drawn: Places) -> Places:
     """The first drawn place of the most frequent answer in each draw. If several answers are the
     most frequent, the one that was drawn first wins."""
     # For each drawn response, how many of its draw have the same answer; argmax is the first place.
-    counts = (answers[:, :, None] == answers[:, None, :]).sum(axis=2)
-    first_places = counts.argmax(axis=1)
-    winners: Places = np.take_along_axis(drawn, first_places[:, None], axis=1)[:, 0]
-    return winners
+    is_same_answer = answers[:, :, None] == answers[:, None, :]
+    counts = is_same_answer.sum(axis=2)
+    first_places = counts.argmax(axis=1, keepdims=True)
+    winners: Places = np.take_along_axis(drawn, first_places, axis=1)
+    return winners[:, 0]
 
 
 def _statistics(
-    rows: Sequence[ScoredResponse], name: str, num_samples: int, draws: Sequence[Draws]
+    rows: Sequence[ScoredResponse],
+    name: str,
+    num_samples: int,
+    draws: Sequence[Draws],
 ) -> Iterator[tuple[str, float]]:
     """The statistics of a variable over the prompts whose responses all have it."""
+    values_of_rows = [row.numbers.get(name, np.nan) for row in rows]
     # [prompts, N]
-    values = np.array([row.numbers.get(name, np.nan) for row in rows]).reshape(-1, num_samples)
-    is_complete = ~np.isnan(values).any(axis=1)
+    values = np.array(values_of_rows).reshape(-1, num_samples)
+    is_missing = np.isnan(values)
+    is_complete = ~is_missing.any(axis=1)
     if not is_complete.any():
         return
     kept: Values = values[is_complete]
     yield f"mean@{num_samples}", float(kept.mean())
     if num_samples > 1:
-        yield f"std@{num_samples}", float(kept.std(axis=1).mean())
+        deviations = kept.std(axis=1)
+        yield f"std@{num_samples}", float(deviations.mean())
     for size, drawn, winners in draws:
         # The value of each draw, [prompts, draws].
         best = np.stack([of_prompt[drawn].max(axis=1) for of_prompt in kept])
@@ -131,10 +148,12 @@ def _statistics(
         worst = np.stack([of_prompt[drawn].min(axis=1) for of_prompt in kept])
         yield from _mean_and_std(f"worst@{size}", worst)
         if winners is not None:
-            voted = np.take_along_axis(kept, winners[is_complete], axis=1)
+            winners_of_kept = winners[is_complete]
+            voted = np.take_along_axis(kept, winners_of_kept, axis=1)
             yield from _mean_and_std(f"maj@{size}", voted)
 
 
 def _mean_and_std(name: str, of_draws: Values) -> Iterator[tuple[str, float]]:
     yield f"{name}/mean", float(of_draws.mean())
-    yield f"{name}/std", float(of_draws.std(axis=1).mean())
+    deviations = of_draws.std(axis=1)
+    yield f"{name}/std", float(deviations.mean())
