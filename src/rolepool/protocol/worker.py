@@ -244,7 +244,9 @@ def registered_methods(worker_class: type) -> dict[str, MethodSpec]:
 
 
 def keys_read_by(
-    worker_class: type, args: Sequence[Argument], kwargs: Mapping[str, Argument]
+    worker_class: type,
+    args: Sequence[Argument],
+    kwargs: Mapping[str, Argument],
 ) -> dict[str, frozenset[str] | None]:
     """The keys of batches that each method of a role reads, if the role is constructed with these
     arguments. None means all keys."""
