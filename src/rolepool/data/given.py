@@ -48,9 +48,10 @@ class DataFiles:
         if isinstance(data, str | Path):
             return [str(data)]
         rows = _rows_of(data)
-        are_paths = len(rows) > 0 and all(isinstance(row, str | Path) for row in rows)
-        if isinstance(data, list | tuple) and are_paths:
-            return [str(row) for row in rows]
+        if isinstance(data, list | tuple) and rows:
+            are_paths = all(isinstance(row, str | Path) for row in rows)
+            if are_paths:
+                return [str(row) for row in rows]
         lines: list[str] = []
         for number, row in enumerate(rows, start=1):
             line = _as_json(row, split, number)

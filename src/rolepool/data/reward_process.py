@@ -370,5 +370,6 @@ def _ready(children: Sequence[_Scorer]) -> list[_Scorer]:
         arrival.register(child, select.POLLIN)
     least_left_s = min(child.left_s for child in children)
     wait_ms = math.ceil(max(least_left_s, 0.0) * 1000)
-    ready = {fd for fd, _ in arrival.poll(wait_ms)}
-    return [child for child in children if child.fileno() in ready]
+    events = arrival.poll(wait_ms)
+    ready_files = {fd for fd, _ in events}
+    return [child for child in children if child.fileno() in ready_files]
