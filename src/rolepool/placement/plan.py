@@ -203,11 +203,8 @@ class Schedule:
         shown = [call.operation for call in self.calls if call.roles]
         # Each operation once, in the order of the step.
         operations = dict.fromkeys(shown)
-        pairs: list[tuple[str, str]] = []
-        for pair in combinations(operations, 2):
-            if frozenset(pair) in overlapping:
-                pairs.append(pair)
-        return pairs
+        in_order = combinations(operations, 2)
+        return [pair for pair in in_order if frozenset(pair) in overlapping]
 
 
 # The plan
