@@ -572,14 +572,17 @@ class DataProto:
         new = _as_list(new_keys)
         columns = self.columns()
         moved = _picked(columns, old, "the batch")
-        kept = {key: column for key, column in columns.items() if key not in moved}
-        names = [*kept, *new]
+        for key in moved:
+            del columns[key]
+        taken = list(columns)
+        names = [*taken, *new]
         has_duplicates = len(set(names)) < len(names)
         if len(moved) != len(new) or has_duplicates:
-            reason = f"each needs one new name, and {list(kept)} are taken"
+            reason = f"each needs one new name, and {taken} are taken"
             raise DataError(f"{old} cannot be renamed to {new}: {reason}")
-        renamed = dict(zip(new, moved.values(), strict=True))
-        self._replace_with(self.like({**kept, **renamed}, len(self)))
+        for new_key, column in zip(new, moved.values(), strict=True):
+            columns[new_key] = column
+        self._replace_with(self.like(columns, len(self)))
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -588,9 +591,11 @@ class DataProto:
         If a key is in both, its values must be equal; if they are not, nothing is changed. Added
         tensors are shared.
         """
-        if self._keys() and other._keys() and len(self) != len(other):
-            mine = f"{len(self)} rows ({self._keys()})"
-            theirs = f"{len(other)} ({other._keys()})"
+        own_keys = self._keys()
+        other_keys = other._keys()
+        if own_keys and other_keys and len(self) != len(other):
+            mine = f"{len(self)} rows ({own_keys})"
+            theirs = f"{len(other)} ({other_keys})"
             raise DataError(f"a union needs equally many rows, not {mine} and {theirs}")
         meta_info = self.meta_info | operations.additions(self.meta_info, other.meta_info)
         arrays = operations.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
@@ -621,28 +626,40 @@ class DataProto:
         columns = self.columns()
         has_tokens = all(key in columns for key in TOKENS)
         if has_tokens and is_ragged(columns[INPUT_IDS]):
-            prompts, responses = operations.split_tokens(self.batch)
-            prompt_ids = pad_ragged(prompts, prompt_width, side="left", value=pad_token_id)
-            response_ids = pad_ragged(responses, response_width, value=pad_token_id)
-            prompt_mask = pad_ragged(torch.ones_like(prompts), prompt_width, side="left")
-            is_response = pad_ragged(torch.ones_like(responses), response_width)
-            attention_mask = torch.cat([prompt_mask, is_response], dim=1).long()
-            position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-            columns[INPUT_IDS] = torch.cat([prompt_ids, response_ids], dim=1)
-            columns["prompts"] = prompt_ids
-            columns["responses"] = response_ids
-            columns["attention_mask"] = attention_mask
-            columns["position_ids"] = position_ids
-            # The mask of several turns says which tokens the policy sampled, and must not be
-            # replaced.
-            mask: torch.Tensor = self.batch.get(RESPONSE_MASK, is_response)
-            if is_ragged(mask):
-                mask = pad_ragged(mask, response_width)
-            columns[RESPONSE_MASK] = mask.long()
+            columns |= self._padded_tokens(prompt_width, response_width, pad_token_id)
         for key, column in columns.items():
             if is_ragged(column):
                 columns[key] = pad_ragged(column, response_width)
         return self.like(columns, len(self))
+
+    def _padded_tokens(
+        self,
+        prompt_width: int | None,
+        response_width: int | None,
+        pad_token_id: int,
+    ) -> Columns:
+        """The columns of `to_padded` that are computed from the tokens."""
+        prompts, responses = operations.split_tokens(self.batch)
+        prompt_ids = pad_ragged(prompts, prompt_width, side="left", value=pad_token_id)
+        response_ids = pad_ragged(responses, response_width, value=pad_token_id)
+
+        is_prompt = pad_ragged(torch.ones_like(prompts), prompt_width, side="left")
+        is_response = pad_ragged(torch.ones_like(responses), response_width)
+        attention_mask = torch.cat([is_prompt, is_response], dim=1).long()
+        position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+        # The mask of several turns says which tokens the policy sampled, and must not be replaced.
+        mask: torch.Tensor = self.batch.get(RESPONSE_MASK, is_response)
+        if is_ragged(mask):
+            mask = pad_ragged(mask, response_width)
+        return {
+            INPUT_IDS: torch.cat([prompt_ids, response_ids], dim=1),
+            "prompts": prompt_ids,
+            "responses": response_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            RESPONSE_MASK: mask.long(),
+        }
 
     def to(self, device: Device) -> DataProto:
         """Move the tensors to a device. Changes this batch and returns it."""

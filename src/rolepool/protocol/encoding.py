@@ -94,6 +94,7 @@ def encode(value: object) -> Encoded:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: object) -> object:
+        """The function and the arguments that make the value again."""
         if type(value) is np.ndarray and not value.dtype.hasobject:
             # "W" because a buffer that is pickled read-only would arrive read-only.
             writable = np.require(value, requirements=["C", "W"])
@@ -104,7 +105,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # Columns with one offsets tensor share it again.
             return ragged_from_parts, ragged_parts(value)
         if isinstance(value, TensorDictBase):
-            return TensorDict, (dict(value.items()), value.batch_size)
+            entries = dict(value.items())
+            return TensorDict, (entries, value.batch_size)
         if isinstance(value, torch.Tensor) and _is_plain(value):
             raw = tensor_bytes(value)
             buffer = pickle.PickleBuffer(raw.data)
@@ -286,7 +288,8 @@ def save_parts(
     texts: dict[str, str] = {}
     for key, value in meta_info.items():
         texts[f"meta_info/{key}"] = _as_json(f"meta_info[{key!r}]", value)
-    texts["keys"] = json.dumps([list(columns), list(arrays)])
+    keys = [list(columns), list(arrays)]
+    texts["keys"] = json.dumps(keys)
     texts["batch_size"] = json.dumps(batch_size)
     tensors: dict[str, torch.Tensor] = {}
     for key, column in {**columns, **arrays}.items():

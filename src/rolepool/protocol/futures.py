@@ -149,22 +149,22 @@ def gather_rows(
                 f"rows {lowest} to {highest} were requested, but the batch has {num_rows} rows"
             )
     part_of_row = np.searchsorted(ends, rows, side="right")
-    used: list[int] = np.unique(part_of_row).tolist()
-    if not used:
+    numbers: list[int] = np.unique(part_of_row).tolist()
+    if not numbers:
         # Without rows, the first part tells the columns.
-        used = [0]
-    used_replies = [replies[index] for index in used]
+        numbers = [0]
+    used_replies = [replies[number] for number in numbers]
     names = _common_names(used_replies, keys)
     columns_of_parts = _columns_of(used_replies, names, fetch)
     parts: list[DataProto] = []
-    for index, encoded in zip(used, columns_of_parts, strict=True):
-        header = headers[index]
+    for number, encoded in zip(numbers, columns_of_parts, strict=True):
+        header = headers[number]
         columns = {name: encoded[name].decode() for name in names}
         part = DataProto.from_columns(columns, header.batch_size, {})
         # A batch of arrays only has no rows if none of its columns is wanted.
         if len(part) == header.num_rows:
-            first_row = ends[index] - header.num_rows
-            rows_of_part = rows[part_of_row == index]
+            first_row = ends[number] - header.num_rows
+            rows_of_part = rows[part_of_row == number]
             part = pick_rows(part, rows_of_part - first_row)
         parts.append(part)
     joined = parts[0] if len(parts) == 1 else DataProto.concat(parts)
