@@ -14,17 +14,23 @@ LETTERS = "abcdefgh"
 
 def parse_question(text: str) -> list[tuple[str, dict[str, str]]]:
     """The call that a turn contains, in the words that the demo's tokenizer has: `? KEY`."""
-    _, mark, rest = text.partition("?")
-    return [("lookup", {"key": rest.split()[0]})] if mark and rest.split() else []
+    _, _, rest = text.partition("?")
+    words = rest.split()
+    if not words:
+        return []
+    return [("lookup", {"key": words[0]})]
 
 
 class Lookup:
     """One conversation."""
 
     def reset(self, prompt: list[dict[str, str]], extra_info: dict[str, Any], **_: Any) -> None:
-        self._key = prompt[-1]["content"].split()[0]
-        self._letter = LETTERS[derive_seed(extra_info["split"], extra_info["index"]) % len(LETTERS)]
-        self._was_asked = self._was_right = False
+        last_message = prompt[-1]["content"]
+        self._key = last_message.split()[0]
+        seed = derive_seed(extra_info["split"], extra_info["index"])
+        self._letter = LETTERS[seed % len(LETTERS)]
+        self._was_asked = False
+        self._was_right = False
 
     def lookup(self, key: str) -> str:
         """The letter that a key stands for.
@@ -32,7 +38,8 @@ class Lookup:
         Args:
             key: The first letter of the prompt.
         """
-        self._was_asked, self._was_right = True, key == self._key
+        self._was_asked = True
+        self._was_right = key == self._key
         return self._letter if self._was_right else "?"
 
     def get_reward(self, answer: str) -> float:

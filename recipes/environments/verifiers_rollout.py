@@ -22,7 +22,8 @@ from rolepool.errors import ConfigError, DataError, RolepoolError
 from rolepool.rollout.environments import Generate, PromptRow, RolloutFunction, Trajectory
 from rolepool.rollout.tool_loop import added_tokens
 
-HOST, MODEL = "127.0.0.1", "rolepool"
+HOST = "127.0.0.1"
+MODEL = "rolepool"
 
 
 def rollout_of(
@@ -30,7 +31,8 @@ def rollout_of(
 ) -> RolloutFunction:
     """The rollout function of the environment that this config of verifiers describes. A row names its task with
     `extra_info.index`. `renderer` is the config of a renderer of verifiers; None takes `ChatRenderer`."""
-    loaded = vf.load_environment(vf.resolve_env_config(dict(environment)))
+    config = vf.resolve_env_config(dict(environment))
+    loaded = vf.load_environment(config)
     if not loaded.taskset.bounded:
         raise ConfigError(
             f"taskset.id={loaded.taskset.config.id}: it has no end; use one that ends"
@@ -44,13 +46,26 @@ class ChatRenderer(DefaultRenderer):  # type: ignore[misc]
     config_class = DefaultRendererConfig
 
     def bridge_to_next_turn(
-        self, prompt: list[int], completion: list[int], messages: Any, *, tools: Any = None
+        self,
+        prompt: list[int],
+        completion: list[int],
+        messages: Any,
+        *,
+        tools: Any = None,
     ) -> Any:
-        options = {**(self.config.model_extra or {}), **({"tools": tools} if tools else {})}
+        options = dict(self.config.model_extra or {})
+        if tools:
+            options["tools"] = tools
+        earlier = [*prompt, *completion]
         added = added_tokens(self._tokenizer, messages, "a message of verifiers", options)
-        before, roles = [*prompt, *completion], [message["role"] for message in messages]
-        owners = [-1] * len(before) + [len(messages) - 1] * len(added)
-        return RenderedTokens(token_ids=before + added, message_indices=owners, message_roles=roles)
+        # Earlier tokens belong to no message, and the new ones to the last message.
+        last_message = len(messages) - 1
+        owners = [-1] * len(earlier) + [last_message] * len(added)
+        return RenderedTokens(
+            token_ids=earlier + added,
+            message_indices=owners,
+            message_roles=[message["role"] for message in messages],
+        )
 
 
 @dataclass
@@ -66,22 +81,27 @@ class _Conversation:
         """Sample a turn after these tokens, which must continue those of the turn before."""
         async with self.turn:
             trajectory = self.trajectory
-            before = [*trajectory.prompt_ids, *trajectory.token_ids]
-            if token_ids[: len(before)] != before:
+            earlier = [*trajectory.prompt_ids, *trajectory.token_ids]
+            num_earlier = len(earlier)
+            if token_ids[:num_earlier] != earlier:
                 raise web.HTTPBadRequest(
                     text="the request changes earlier tokens; use another renderer"
                 )
             trajectory.prompt_ids = trajectory.prompt_ids or token_ids
-            trajectory.add(token_ids[len(before or token_ids) :])
+            # The tokens of the first request are the prompt, and add nothing to it.
+            new_ids = token_ids[num_earlier:] if earlier else []
+            trajectory.add(new_ids)
             if self.generate.is_over(trajectory):
                 self.trace.stop("max_total_tokens")  # not an error: verifiers scores what there is
                 raise web.HTTPBadRequest(text="the conversation has reached a limit")
             completion = await self.generate(trajectory, max_new_tokens)
-        tokens = completion.token_ids.tolist()
-        pairs = zip(tokens, completion.log_probs.tolist(), strict=True)
-        content = [{"token": f"token_id:{token}", "logprob": log_prob} for token, log_prob in pairs]
+        sampled_ids = completion.token_ids.tolist()
+        log_probs = completion.log_probs.tolist()
+        content: list[dict[str, Any]] = []
+        for token_id, log_prob in zip(sampled_ids, log_probs, strict=True):
+            content.append({"token": f"token_id:{token_id}", "logprob": log_prob})
         return {
-            "token_ids": tokens,
+            "token_ids": sampled_ids,
             "logprobs": {"content": content},
             "finish_reason": completion.finish_reason,
         }
@@ -115,25 +135,32 @@ class _Host:
         def opened(trace: Any) -> None:
             self.conversations[trace.id] = _Conversation(trace, generate)
 
+        origin = row["origin"]
+        num_tasks = len(self.tasks)
         index = row["extra_info"].get("index", -1)
-        if not 0 <= index < len(self.tasks):
-            raise DataError(
-                f"{row['origin']}: extra_info.index={index}: write a number below {len(self.tasks)}"
-            )
+        if not 0 <= index < num_tasks:
+            raise DataError(f"{origin}: extra_info.index={index}: write a number below {num_tasks}")
         async with self._running():
             episode = await self.environment.run_episode(
-                self.tasks[index], self._context(generate), on_trace=opened
+                self.tasks[index],
+                self._context(generate),
+                on_trace=opened,
             )
+            # Inside of the block, because the last conversation that ends removes them all.
             trajectories = [self.conversations[trace.id].trajectory for trace in episode.traces]
-        errors = [error.message for source in (episode, *episode.traces) for error in source.errors]
+        errors: list[str] = []
+        for source in (episode, *episode.traces):
+            errors += [error.message for error in source.errors]
         if len(trajectories) != 1 or not trajectories[0].turn_ends:
-            raise RolepoolError(
-                f"verifiers: one agent must answer, for {row['origin']}; errors: {errors}"
-            )
+            raise RolepoolError(f"verifiers: one agent must answer, for {origin}; errors: {errors}")
         generate.queue.errors.extend(errors[:1])
-        trajectories[0].num_tool_errors += not episode.ok
-        trajectories[0].reward = float(episode.traces[0].reward) if episode.ok else 0.0
-        return trajectories[0]
+        trajectory = trajectories[0]
+        trajectory.reward = 0.0
+        if episode.ok:
+            trajectory.reward = float(episode.traces[0].reward)
+        else:
+            trajectory.num_tool_errors += 1
+        return trajectory
 
     def _context(self, generate: Generate) -> Any:
         """How verifiers reaches the server. The token is not in a variable, because programs would inherit it."""
@@ -142,15 +169,15 @@ class _Host:
             "import_path": f"{__name__}.ChatRenderer",
             **generate.template_options,
         }
+        _, port = _listener().getsockname()
         client = vf.TrainClientConfig(
-            base_url=f"http://{HOST}:{_listener().getsockname()[1]}/v1",
+            base_url=f"http://{HOST}:{port}/v1",
             headers={"Authorization": self.token},
             renderer=chat if self.renderer is None else self.renderer,
             renderer_model_name=generate.tokenizer.name_or_path,
         )
-        return vf.ModelContext(
-            MODEL, client, vf.Sampling(max_tokens=generate.turns.max_turn_tokens)
-        )
+        sampling = vf.Sampling(max_tokens=generate.turns.max_turn_tokens)
+        return vf.ModelContext(MODEL, client, sampling)
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
@@ -172,28 +199,28 @@ class _Host:
         for name in ("httpx", "aiohttp.access"):  # they log every request
             logging.getLogger(name).setLevel(logging.WARNING)
         application = web.Application(client_max_size=2**30)
-        application.add_routes(
-            [web.get("/v1/models", self._serve), web.post("/inference/v1/generate", self._serve)]
-        )
+        routes = [
+            web.get("/v1/models", self._serve),
+            web.post("/inference/v1/generate", self._serve),
+        ]
+        application.add_routes(routes)
         runner = web.AppRunner(application, access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        await web.SockSite(runner, _listener().dup()).start()
+        # A copy of the socket, because the site closes its own.
+        site = web.SockSite(runner, _listener().dup())
+        await site.start()
         await stack.enter_async_context(self.environment.serving())
 
     async def _serve(self, request: Any) -> Any:
         """Answer a request of either route."""
-        if not secrets.compare_digest(
-            request.headers.get("Authorization", "").encode(), self.token.encode()
-        ):
+        token = request.headers.get("Authorization", "")
+        if not secrets.compare_digest(token.encode(), self.token.encode()):
             raise web.HTTPUnauthorized
         if request.method == "GET":
             return web.json_response({"data": [{"id": MODEL}]})
-        body, conversation = (
-            await request.json(),
-            self.conversations[request.headers["X-Session-ID"]],
-        )
-        choice = await conversation.answer(
-            body["token_ids"], body["sampling_params"].get("max_tokens")
-        )
+        body = await request.json()
+        conversation = self.conversations[request.headers["X-Session-ID"]]
+        max_tokens = body["sampling_params"].get("max_tokens")
+        choice = await conversation.answer(body["token_ids"], max_tokens)
         return web.json_response({"choices": [choice]})

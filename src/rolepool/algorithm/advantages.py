@@ -50,11 +50,17 @@ class GroupedScores(NamedTuple):
             raise DataError(f"index holds {len(index)} group ids for {len(rewards)} rows")
         scores = masked_sum(rewards.double(), response_mask, axis=-1)
         num_tokens = response_mask.bool().sum(dim=-1)
-        # Equal ids have equal numbers.
-        _, numbers = np.unique(index.astype(str), return_inverse=True)
-        groups = torch.from_numpy(numbers).to(rewards.device)
         is_response = num_tokens > 0
-        return cls(scores, num_tokens, group_of_row=(1 + groups) * is_response)
+        # Equal ids have equal numbers.
+        ids = index.astype(str)
+        _, numbers = np.unique(ids, return_inverse=True)
+        groups = torch.from_numpy(numbers).to(rewards.device)
+        return cls(
+            scores=scores,
+            num_tokens=num_tokens,
+            # Padding rows are in group 0.
+            group_of_row=(1 + groups) * is_response,
+        )
 
     def over_groups(self, numbers: Tensor, how: str) -> Tensor:
         """For every row: the sum, the largest (amax) or the smallest (amin) number of its group."""
@@ -80,17 +86,22 @@ class GroupedScores(NamedTuple):
             weights = torch.ones_like(self.scores)
         else:
             weights = weights.double()
-        above = self.scores - self.over_groups(self.scores, "amin")
-        totals = self.over_groups(weights, "sum").clamp(min=1)
-        mean = self.over_groups(weights * above, "sum") / totals
-        return torch.where(self.size_of_row == 1, self.scores, above - mean)
+        lowest = self.over_groups(self.scores, "amin")
+        above = self.scores - lowest
+        total_weight = self.over_groups(weights, "sum").clamp(min=1)
+        total_above = self.over_groups(weights * above, "sum")
+        mean_above = total_above / total_weight
+        is_only_one = self.size_of_row == 1
+        return torch.where(is_only_one, self.scores, above - mean_above)
 
     def deviations(self) -> Tensor:
         """The standard deviation of the scores of each row's group, over n - 1; 1 for a group of
         one."""
-        squares = self.over_groups(self.centred().square(), "sum")
-        variance = squares / (self.size_of_row - 1).clamp(min=1)
-        return torch.where(self.size_of_row == 1, 1.0, variance.sqrt())
+        squares = self.centred().square()
+        sum_of_squares = self.over_groups(squares, "sum")
+        num_rows = self.size_of_row
+        variance = sum_of_squares / (num_rows - 1).clamp(min=1)
+        return torch.where(num_rows == 1, 1.0, variance.sqrt())
 
 
 AdvantageOfRow = Callable[..., Tensor]
@@ -106,7 +117,10 @@ def _by_group(*names: str, whiten: bool = False) -> Callable[[AdvantageOfRow], E
     def registered(advantage_of_row: AdvantageOfRow) -> Estimator:
         @wraps(advantage_of_row)
         def compute(
-            token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **options: Any
+            token_level_rewards: Tensor,
+            response_mask: Tensor,
+            index: GroupIndex,
+            **options: Any,
         ) -> Estimate:
             grouped = GroupedScores.of(token_level_rewards, response_mask, index)
             of_rows = advantage_of_row(grouped, **options)
@@ -147,7 +161,10 @@ def compute_gae_advantage_return(
 
 @_by_group("grpo", "grpo_vectorized")
 def compute_grpo_outcome_advantage(
-    grouped: GroupedScores, epsilon: float = 1e-6, norm_adv_by_std_in_grpo: bool = True, **_: object
+    grouped: GroupedScores,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    **_: object,
 ) -> Tensor:
     """GRPO (Shao et al. 2024): a response's score compared with its group, the same for all its
     tokens.
@@ -167,7 +184,10 @@ def compute_grpo_outcome_advantage(
 
 @_by_group("grpo_passk")
 def compute_grpo_passk_outcome_advantage(
-    grouped: GroupedScores, epsilon: float = 1e-6, norm_adv_by_std_in_grpo: bool = True, **_: object
+    grouped: GroupedScores,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    **_: object,
 ) -> Tensor:
     """Pass@k in the form of GRPO (Walder and Karkhanis 2025): only the best response of a group has
     an advantage.
@@ -180,10 +200,14 @@ def compute_grpo_passk_outcome_advantage(
     1.
     """
     centred = grouped.centred()
-    is_best = centred == grouped.over_groups(centred, "amax")
+    best = grouped.over_groups(centred, "amax")
+    is_best = centred == best
     others = torch.where(is_best, -torch.inf, centred)
-    second = torch.where(grouped.size_of_row == 1, 0.0, grouped.over_groups(others, "amax"))
-    is_alone = is_best & (grouped.over_groups(is_best.double(), "sum") == 1)
+    best_of_others = grouped.over_groups(others, "amax")
+    second = torch.where(grouped.size_of_row == 1, 0.0, best_of_others)
+
+    num_best = grouped.over_groups(is_best.double(), "sum")
+    is_alone = is_best & (num_best == 1)
     lead = torch.where(is_alone, centred - second, 0.0)
     if norm_adv_by_std_in_grpo:
         return lead / (grouped.deviations() + epsilon)
@@ -204,7 +228,9 @@ def compute_opo_outcome_advantage(grouped: GroupedScores, **_: object) -> Tensor
 
 @_by_group("gpg")
 def compute_gpg_outcome_advantage(
-    grouped: GroupedScores, f_norm: float = 1.0, **_: object
+    grouped: GroupedScores,
+    f_norm: float = 1.0,
+    **_: object,
 ) -> Tensor:
     """GPG (Chu et al. 2025): the score minus the group's mean, scaled up if many scores of the
     batch are 0.
@@ -228,12 +254,17 @@ def compute_rloo_outcome_advantage(grouped: GroupedScores, **_: object) -> Tenso
     The advantage of a group of one is its score. `rloo_vectorized` is another name for the same
     estimator.
     """
-    return grouped.centred() * grouped.size_of_row / (grouped.size_of_row - 1).clamp(min=1)
+    num_rows = grouped.size_of_row
+    num_others = (num_rows - 1).clamp(min=1)
+    return grouped.centred() * num_rows / num_others
 
 
 @register_adv_est("remax")
 def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **_: object
+    token_level_rewards: Tensor,
+    reward_baselines: Tensor,
+    response_mask: Tensor,
+    **_: object,
 ) -> Estimate:
     """ReMax (Li et al. 2024): the rewards from each token on, minus the score b_i of the prompt's
     greedy response.
@@ -242,12 +273,16 @@ def compute_remax_outcome_advantage(
     A_it = R_it - b_i                            reward_baselines is [rows]
     """
     returns = _discounted_returns(token_level_rewards, response_mask, gamma=1.0)
-    return keep_masked(returns - reward_baselines.unsqueeze(-1), response_mask), returns
+    advantages = returns - reward_baselines.unsqueeze(-1)
+    return keep_masked(advantages, response_mask), returns
 
 
 @register_adv_est("reinforce_plus_plus")
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, gamma: float, **_: object
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    **_: object,
 ) -> Estimate:
     """REINFORCE++ (Hu 2025): discounted returns, whitened over all tokens of the mask.
 
@@ -275,13 +310,18 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
 @torch.no_grad()
 def compute_advantage(
-    adv_estimator: str, token_level_rewards: Tensor, response_mask: Tensor, **inputs: Any
+    adv_estimator: str,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    **inputs: Any,
 ) -> Estimate:
     """(advantages, returns) from the estimator of that name, which takes from the inputs what it
     needs."""
     estimator = adv_estimators.find(adv_estimator)
     estimated: Estimate = estimator(
-        token_level_rewards=token_level_rewards, response_mask=response_mask, **inputs
+        token_level_rewards=token_level_rewards,
+        response_mask=response_mask,
+        **inputs,
     )
     for name, tensor in zip(("advantages", "returns"), estimated, strict=True):
         if tensor.shape != response_mask.shape:
@@ -348,7 +388,13 @@ class KLController:
         self.value = self.keys.kl_coef if self.keys.type == "fixed" else value
 
 
-def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Estimate:
+def _gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+) -> Estimate:
     """A_t and R_t as in `compute_gae_advantage_return`, but A_t is not whitened.
 
     Tokens of the mask are moved together, so that the next column is the next time step and zeros
@@ -357,7 +403,8 @@ def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
     rewards = keep_masked(rewards, mask)
     values = keep_masked(values, mask)
     # The places of the tokens of the mask, and then the other places.
-    order = mask.bool().logical_not().sort(dim=-1, stable=True).indices
+    is_outside = mask.bool().logical_not()
+    order = is_outside.sort(dim=-1, stable=True).indices
     rewards_tr = rewards.gather(-1, order).T
     values_tr = values.gather(-1, order).T
 
@@ -366,12 +413,16 @@ def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
     # Each time step becomes its advantage in place, from the last but one back to the first.
     advantages_tr = deltas_tr.contiguous()
     steps = advantages_tr.unbind()
-    for now in range(len(steps) - 2, -1, -1):
-        steps[now].add_(steps[now + 1], alpha=gamma * lam)
+    last = len(steps) - 1
+    decay = gamma * lam
+    for now in reversed(range(last)):
+        following = steps[now + 1]
+        steps[now].add_(following, alpha=decay)
 
     # Back to where the tokens were.
     advantages_rt = advantages_tr.T
-    advantages = torch.zeros_like(advantages_rt).scatter(-1, order, advantages_rt)
+    zeros = torch.zeros_like(advantages_rt)
+    advantages = zeros.scatter(-1, order, advantages_rt)
     returns = advantages + values
     return keep_masked(advantages, mask), keep_masked(returns, mask)
 

@@ -53,13 +53,15 @@ def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """sum_i m_i x_i / sum_i m_i, over all axes or over `axis`; 0 if no token is kept."""
-    return masked_sum(values, mask, axis) / mask.bool().sum(dim=axis).clamp(min=1)
+    num_kept = mask.bool().sum(dim=axis)
+    return masked_sum(values, mask, axis) / num_kept.clamp(min=1)
 
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     """sum_i m_i (x_i - mean)^2 / (n - 1) with n = sum_i m_i. 0 for fewer than two tokens."""
-    squares = (keep_masked(values, mask) - masked_mean(values, mask)).square()
-    return masked_sum(squares, mask) / (mask.bool().sum() - 1).clamp(min=1)
+    differences = keep_masked(values, mask) - masked_mean(values, mask)
+    num_kept = mask.bool().sum()
+    return masked_sum(differences.square(), mask) / (num_kept - 1).clamp(min=1)
 
 
 def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -72,7 +74,8 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     first = values[mask.bool()][:1].sum().double()
     differences = keep_masked(values.double() - first, mask)
     mean = masked_mean(differences, mask)
-    whitened = (differences - mean) * torch.rsqrt(masked_var(differences, mask) + WHITEN_EPSILON)
+    variance = masked_var(differences, mask)
+    whitened = (differences - mean) * torch.rsqrt(variance + WHITEN_EPSILON)
     return keep_masked(whitened, mask).to(values.dtype)
 
 
@@ -80,7 +83,9 @@ def compute_explained_variance(returns: Tensor, values: Tensor, response_mask: T
     """1 - var(returns - values) / (var(returns) + 1e-5): 1 for an exact critic, 0 for a constant
     one."""
     errors = keep_masked(returns, response_mask) - keep_masked(values, response_mask)
-    return 1 - masked_var(errors, response_mask) / (masked_var(returns, response_mask) + 1e-5)
+    variance_of_errors = masked_var(errors, response_mask)
+    variance_of_returns = masked_var(returns, response_mask)
+    return 1 - variance_of_errors / (variance_of_returns + 1e-5)
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -118,7 +123,10 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
 
 
 def masked_kl_penalty(
-    logprob: Tensor, ref_logprob: Tensor, response_mask: Tensor, estimator: str
+    logprob: Tensor,
+    ref_logprob: Tensor,
+    response_mask: Tensor,
+    estimator: str,
 ) -> Tensor:
     """`kl_penalty` of the tokens of the mask, 0 elsewhere."""
     logprob = keep_masked(logprob, response_mask)
@@ -145,11 +153,19 @@ class LossCounts(NamedTuple):
             width = float(mask.shape[-1])
         else:
             width = loss_scale_factor
-        return cls(int(mask.sum()), int(mask.any(dim=-1).sum()), width)
+        return cls(
+            num_tokens=int(mask.sum()),
+            num_sequences=int(mask.any(dim=-1).sum()),
+            loss_scale_factor=width,
+        )
 
 
 def agg_loss(
-    loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts: LossCounts | None = None
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    *,
+    counts: LossCounts | None = None,
 ) -> Tensor:
     """Aggregate the losses of tokens: these rows' share of the mini-batch's loss (see the module's
     docstring).
@@ -205,12 +221,17 @@ def compute_value_loss(
     clipped = (clipped_vpreds - returns).square()
     losses = 0.5 * torch.maximum(unclipped, clipped)
     loss = agg_loss(losses, response_mask, loss_agg_mode, counts=counts)
-    return loss, token_mean(clipped > unclipped, response_mask, unclipped.dtype, counts)
+    is_clipped = clipped > unclipped
+    return loss, token_mean(is_clipped, response_mask, unclipped.dtype, counts)
 
 
 def token_mean(
-    metric: Tensor, response_mask: Tensor, dtype: torch.dtype, counts: LossCounts | None
+    metric: Tensor,
+    response_mask: Tensor,
+    dtype: torch.dtype,
+    counts: LossCounts | None,
 ) -> Tensor:
     """These rows' share of the metric's mean over all tokens of the mini-batch, without
     gradient."""
-    return agg_loss(metric.detach().to(dtype), response_mask, "token-mean", counts=counts)
+    values = metric.detach().to(dtype)
+    return agg_loss(values, response_mask, "token-mean", counts=counts)

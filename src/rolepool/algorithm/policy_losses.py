@@ -73,7 +73,12 @@ def _policy_loss(
             old_log_prob = keep_masked(old_log_prob, response_mask)
             advantages = keep_masked(advantages, response_mask)
             log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            tokens = Tokens(log_prob, log_ratio, advantages, response_mask.bool())
+            tokens = Tokens(
+                log_prob=log_prob,
+                log_ratio=log_ratio,
+                advantages=advantages,
+                mask=response_mask.bool(),
+            )
             losses, metrics = losses_of(tokens, **keys)
             means: dict[str, Tensor] = {}
             for key, metric in metrics.items():
@@ -88,7 +93,11 @@ def _policy_loss(
 
 @_policy_loss("vanilla")
 def compute_policy_loss_vanilla(
-    tokens: Tokens, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float, **_: object
+    tokens: Tokens,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+    **_: object,
 ) -> Loss:
     """PPO's clipped objective (Schulman et al. 2017) with dual clip (Ye et al. 2020), as a loss to
     minimise.
@@ -119,8 +128,9 @@ def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig, **_: object) -
     The authors aggregate it as seq-mean-token-mean. Like all losses it is aggregated as
     loss_agg_mode says. pg_clipfrac is the fraction of tokens with the clipped term.
     """
-    mean = masked_mean(tokens.log_ratio, tokens.mask, axis=-1).detach().unsqueeze(-1)
-    log_ratio = tokens.log_prob - tokens.log_prob.detach() + mean
+    mean_of_row = masked_mean(tokens.log_ratio, tokens.mask, axis=-1).detach()
+    # The difference is 0. It has the gradient of log_prob.
+    log_ratio = tokens.log_prob - tokens.log_prob.detach() + mean_of_row.unsqueeze(-1)
     ratio = log_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
     losses, is_clipped = _clipped(tokens, ratio, config.clip_ratio_low, config.clip_ratio_high)
     return losses, _clip_metrics(tokens, is_clipped)
@@ -148,17 +158,22 @@ def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig, **_: objec
     ratio = tokens.log_ratio.exp()
     losses, is_clipped = _clipped(tokens, ratio, config.clip_ratio_low, config.clip_ratio_high)
     covariances = _covariances(tokens)
-    in_band = (covariances > keys.clip_cov_lb) & (covariances < keys.clip_cov_ub)
-    may_be_chosen = tokens.mask & in_band & ~is_clipped
+    is_above = covariances > keys.clip_cov_lb
+    is_below = covariances < keys.clip_cov_ub
+    may_be_chosen = tokens.mask & is_above & is_below & ~is_clipped
     positions = may_be_chosen.flatten().nonzero().squeeze(-1)
 
     num_positions = len(positions)
-    generator = torch.Generator().manual_seed(derive_seed("clip_cov", num_positions))
+    seed = derive_seed("clip_cov", num_positions)
+    generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_positions, generator=generator).to(positions.device)
     num_chosen = _quota(tokens, keys.clip_cov_ratio)
-    is_chosen = _mask_at(tokens.mask, positions[order[:num_chosen]])
+    chosen = positions[order[:num_chosen]]
+    is_chosen = _mask_at(tokens.mask, chosen)
+
+    losses = torch.where(is_chosen, 0.0, losses)
     metrics = {"pg_clipfrac": is_chosen, "ppo_kl": -tokens.log_ratio}
-    return torch.where(is_chosen, 0.0, losses), metrics
+    return losses, metrics
 
 
 @_policy_loss("kl_cov")
@@ -173,15 +188,18 @@ def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: object)
     """
     keys = config.policy_loss
     # Tokens outside of the mask come last.
-    covariances = _covariances(tokens).masked_fill(~tokens.mask, -torch.inf)
+    is_outside = ~tokens.mask
+    covariances = _covariances(tokens).masked_fill(is_outside, -torch.inf)
     order = covariances.flatten().sort(descending=True, stable=True).indices
     num_chosen = _quota(tokens, keys.kl_cov_ratio)
     is_chosen = _mask_at(tokens.mask, order[:num_chosen])
 
+    ratio = tokens.log_ratio.exp()
     distances = tokens.log_ratio.abs()
-    losses = -tokens.advantages * tokens.log_ratio.exp()
+    losses = -tokens.advantages * ratio
     penalized = losses + keys.ppo_kl_coef * distances
-    return torch.where(is_chosen, penalized, losses), {"ppo_kl": distances}
+    losses = torch.where(is_chosen, penalized, losses)
+    return losses, {"ppo_kl": distances}
 
 
 @_policy_loss("geo_mean", always="seq-mean-token-mean")
@@ -200,7 +218,8 @@ def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: objec
     clipped = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
     # The minimum or the maximum, by the sign of the advantage.
     sign = advantages.sign()
-    held = sign * torch.minimum(sign * log_ratio, sign * clipped)
+    lower = torch.minimum(sign * log_ratio, sign * clipped)
+    held = sign * lower
     mean_held = masked_mean(held, tokens.mask, axis=-1)
     mean_advantage = masked_mean(advantages, tokens.mask, axis=-1)
     loss_of_row = -mean_advantage * mean_held.exp()
@@ -227,13 +246,18 @@ def compute_policy_loss_cispo(tokens: Tokens, config: ActorConfig, **_: object) 
 
 def _clipped(tokens: Tokens, ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), and whether the second term is larger."""
+    clipped_ratio = ratio.clamp(1 - low, 1 + high)
     unclipped = -tokens.advantages * ratio
-    clipped = -tokens.advantages * ratio.clamp(1 - low, 1 + high)
-    return torch.maximum(unclipped, clipped), clipped > unclipped
+    clipped = -tokens.advantages * clipped_ratio
+    losses = torch.maximum(unclipped, clipped)
+    is_clipped = clipped > unclipped
+    return losses, is_clipped
 
 
 def _clip_metrics(
-    tokens: Tokens, is_clipped: Tensor, is_clipped_below: Tensor | None = None
+    tokens: Tokens,
+    is_clipped: Tensor,
+    is_clipped_below: Tensor | None = None,
 ) -> dict[str, Tensor]:
     if is_clipped_below is None:
         is_clipped_below = torch.zeros_like(is_clipped)
@@ -256,7 +280,8 @@ def _covariances(tokens: Tokens) -> Tensor:
 
 def _quota(tokens: Tokens, fraction: float) -> int:
     """This fraction of the micro-batch's tokens, rounded down, but at least one."""
-    return max(1, int(fraction * int(tokens.mask.sum())))
+    num_tokens = int(tokens.mask.sum())
+    return max(1, int(fraction * num_tokens))
 
 
 def _mask_at(mask: Tensor, positions: Tensor) -> Tensor:

@@ -72,7 +72,10 @@ def num_slots(device: str) -> int:
     return int(2 ** (num_processes.bit_length() - 1))
 
 
-def fitted_defaults(read: Callable[[str], Any], set_keys: Container[str]) -> dict[str, int]:
+def fitted_defaults(
+    read: Callable[[str], Any],
+    set_keys: Container[str],
+) -> dict[str, int]:
     """Other defaults for the keys that are not in `set_keys` and whose defaults do not fit the
     other keys. `read` returns the value of a key, which nobody has checked yet: nothing is fitted
     to a wrong one."""
@@ -82,7 +85,8 @@ def fitted_defaults(read: Callable[[str], Any], set_keys: Container[str]) -> dic
         fitted.update(_fitted_lengths(read, set_keys))
     with suppress(ValueError, TypeError):
         batch_size = read("data.train_batch_size")
-        fitted[MINI_BATCH_KEY] = divisor_near(batch_size, read(MINI_BATCH_KEY))
+        mini_batch_size = read(MINI_BATCH_KEY)
+        fitted[MINI_BATCH_KEY] = divisor_near(batch_size, mini_batch_size)
     changed: dict[str, int] = {}
     for key, value in fitted.items():
         if key not in set_keys and value != read(key):
@@ -90,11 +94,15 @@ def fitted_defaults(read: Callable[[str], Any], set_keys: Container[str]) -> dic
     return changed
 
 
-def _fitted_lengths(read: Callable[[str], Any], set_keys: Container[str]) -> dict[str, int]:
+def _fitted_lengths(
+    read: Callable[[str], Any],
+    set_keys: Container[str],
+) -> dict[str, int]:
     """The policy must have positions for both lengths. If neither is set, the prompt gets at most
     half of the positions."""
     path, override_config = map(read, MODEL_KEYS)
-    positions = num_positions(read_model_file(path, override_config))
+    model_file = read_model_file(path, override_config)
+    positions = num_positions(model_file)
     prompt: int = read(PROMPT_KEY)
     response: int = read(RESPONSE_KEY)
     room = positions // 2

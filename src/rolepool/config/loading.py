@@ -152,6 +152,7 @@ class _Reading:
         tree: Tree = {}
         for name, value in values.items():
             path = renamed(str(name))
+            # Until the value is read, which may fail.
             self._unknown.add(path)
             with collected(self._problems):
                 tree[str(name)] = read_value(name, value)
@@ -162,9 +163,11 @@ class _Reading:
         """Add values as they are. If they name an extension that was not imported, names are kept
         that it may have."""
         names = _extensions_in(dict(values))
-        if isinstance(names, list | tuple) and any(name not in EXTENSIONS for name in names):
-            self._lacks_extension = True
-            self._keeps_names = True
+        if isinstance(names, list | tuple):
+            are_imported = all(name in EXTENSIONS for name in names)
+            if not are_imported:
+                self._lacks_extension = True
+                self._keeps_names = True
         sources_import = self._sources_import
         self._sources_import = False
         tree = {name: fully_escaped(value) for name, value in values.items()}
@@ -176,7 +179,9 @@ class _Reading:
             self._add(parse_override(text))
         except ConfigError as error:
             self._problems.extend(error.problems)
-            self._unknown.add(renamed(text.partition("=")[0].strip().lstrip("+~")))
+            written, _, _ = text.partition("=")
+            name = written.strip().lstrip("+~")
+            self._unknown.add(renamed(name))
 
     def import_extensions(self, tree: Tree) -> None:
         """Import the modules that `trainer.extensions` names, if it is well-formed. They may add
@@ -223,7 +228,9 @@ class _Reading:
             judgement.warnings,
             tuple(self._unknown_names),
         )
-        return Draft(loaded, tuple(dict.fromkeys(self._problems)))
+        # Each problem once.
+        problems = dict.fromkeys(self._problems)
+        return Draft(loaded, tuple(problems))
 
     def _report_missing_values(self) -> None:
         """Files of Hydra write `???` for a value that the user must give."""
@@ -251,7 +258,8 @@ class _Reading:
                 continue
             if path in all_keys():
                 own_value = in_own_words(path, value)
-                self._leaves[path] = merged(self._leaves.get(path), own_value, path)
+                earlier = self._leaves.get(path)
+                self._leaves[path] = merged(earlier, own_value, path)
             elif path not in all_sections() and find_other(path) is not None:
                 self._others[path] = value
             elif self._may_be_added(path):
@@ -269,11 +277,13 @@ def _unused(config: Config, leaves: Mapping[str, object]) -> dict[str, str]:
     """Why settings of rolepool's own keys have no effect in this config."""
     reasons: dict[str, str] = {}
     for key, value in leaves.items():
+        setting = f"{key}={show(value)}"
         switch = _switch_to_tokens(key)
         if switch is not None and value is not None and config.at(switch):
-            reasons[f"{key}={show(value)}"] = f"{switch}=true limits micro-batches by tokens"
-        if not config.uses_critic and key.startswith("critic.") and key != "critic.enable":
-            reasons[f"{key}={show(value)}"] = "there is no critic"
+            reasons[setting] = f"{switch}=true limits micro-batches by tokens"
+        is_of_critic = key.startswith("critic.") and key != "critic.enable"
+        if is_of_critic and not config.uses_critic:
+            reasons[setting] = "there is no critic"
     rollout = config.actor_rollout_ref.rollout
     if rollout.engine_kwargs.vllm and rollout.engine != "vllm":
         reasons["actor_rollout_ref.rollout.engine_kwargs.vllm"] = f"the engine is {rollout.engine}"
@@ -290,5 +300,7 @@ def _unused(config: Config, leaves: Mapping[str, object]) -> dict[str, str]:
 def _switch_to_tokens(key: str) -> str | None:
     """For a size of micro-batches in sequences: the key of its section that limits them by tokens
     instead."""
-    switch = _ROWS_OF_MICRO_BATCHES.sub("use_dynamic_bsz", key)
-    return switch if switch != key and switch in all_keys() else None
+    switch, num_replaced = _ROWS_OF_MICRO_BATCHES.subn("use_dynamic_bsz", key)
+    if num_replaced and switch in all_keys():
+        return switch
+    return None

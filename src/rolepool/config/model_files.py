@@ -62,14 +62,17 @@ def model_folder(path: str | None) -> Path | None:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
-    snapshots = (hub / f"models--{path.replace('/', '--')}" / "snapshots").glob("*/config.json")
-    newest = max(snapshots, key=lambda snapshot: snapshot.stat().st_mtime, default=None)
+    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    name = path.replace("/", "--")
+    snapshots = cache / "hub" / f"models--{name}" / "snapshots"
+    files = snapshots.glob("*/config.json")
+    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
     return None if newest is None else newest.parent
 
 
 def read_model_file(
-    path: str | None, overrides: Mapping[str, object] | None = None
+    path: str | None,
+    overrides: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
     """The content of a model's config.json, with entries replaced. `path` is a folder, or a hub id
     in the local cache.
@@ -136,7 +139,8 @@ def _nearest_folder(missing: Path) -> str:
     if close:
         similar = parent / close[0]
         whole = similar.joinpath(*below)
-        return f"did you mean {whole if whole.is_dir() else similar}?"
+        meant = whole if whole.is_dir() else similar
+        return f"did you mean {meant}?"
     if there:
         return f"the folders in {parent} are {first_few(there, 5)}"
     return f"{parent} contains no folder"
@@ -153,7 +157,8 @@ def num_positions(content: Mapping[str, object]) -> int:
     factor = rope.get("factor", 1)
     if not isinstance(original, int | float) or not isinstance(factor, int | float):
         raise TypeError(f"rotary embeddings: {original} and {factor} must be numbers")
-    return max(written, int(original * factor))
+    scaled = int(original * factor)
+    return max(written, scaled)
 
 
 def _rotary_embeddings(content: Mapping[str, object]) -> Mapping[str, object]:
@@ -205,7 +210,9 @@ class ModelShape(BaseModel, frozen=True, strict=True, populate_by_name=True):
         router = 0
         if self.num_experts > 1:
             router = self.num_experts
-        widths = self.attention_width + 3 * self.intermediate_size * self.num_experts + router + 2
+        mlps = 3 * self.intermediate_size * self.num_experts
+        norms = 2
+        widths = self.attention_width + mlps + router + norms
         return self.hidden_size * widths + biases
 
     @property
@@ -226,7 +233,10 @@ class ModelShape(BaseModel, frozen=True, strict=True, populate_by_name=True):
     @property
     def num_scalar_head_params(self) -> int:
         """Parameters of a value or reward model, whose output head has one output."""
-        return self.num_layers * self.layer_params + self.embedding_params + 2 * self.hidden_size
+        last_norm = self.hidden_size
+        head = self.hidden_size
+        layers = self.num_layers * self.layer_params
+        return layers + self.embedding_params + last_norm + head
 
 
 def read_shape(path: str | None, overrides: Mapping[str, object] | None = None) -> ModelShape:
@@ -268,7 +278,12 @@ def _not_native(what: str, supported: Iterable[str]) -> str:
     return f"the native rollout engine cannot run {what}; it runs {', '.join(supported)}"
 
 
-def why_not_parallel(num_heads: int, num_kv_heads: int, inner_size: int, size: int) -> str | None:
+def why_not_parallel(
+    num_heads: int,
+    num_kv_heads: int,
+    inner_size: int,
+    size: int,
+) -> str | None:
     """Why a model cannot be split over `size` tensor-parallel ranks, and which sizes work; None if
     it can."""
     most = min(num_heads, MAX_GPUS_PER_NODE)  # the ranks are processes of one node
@@ -276,7 +291,8 @@ def why_not_parallel(num_heads: int, num_kv_heads: int, inner_size: int, size: i
     for ranks in range(1, most + 1):
         is_divisible = num_heads % ranks == 0 and inner_size % ranks == 0
         # Ranks share a key-value head if there are fewer heads than ranks.
-        if is_divisible and (num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0):
+        has_kv_heads = num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0
+        if is_divisible and has_kv_heads:
             fits.append(ranks)
     if size in fits:
         return None

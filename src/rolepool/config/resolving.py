@@ -41,7 +41,9 @@ def set_values(tree: DictConfig, values: Mapping[str, object]) -> None:
 
 
 def resolve(
-    leaves: Mapping[str, object], others: dict[str, object], problems: list[str]
+    leaves: Mapping[str, object],
+    others: dict[str, object],
+    problems: list[str],
 ) -> tuple[DictConfig, set[str]]:
     """The defaults, replaced by the user's values; and the keys whose `${...}` cannot be resolved.
 
@@ -65,7 +67,8 @@ def resolve(
             _resolved(tree, path)
         except UNPARSABLE as error:
             try:
-                OmegaConf.update(tree, path, _resolved(with_others, path), merge=False)
+                resolved = _resolved(with_others, path)
+                OmegaConf.update(tree, path, resolved, merge=False)
             except UNPARSABLE:
                 reason = f"the reference cannot be resolved ({one_line(error)})"
                 problems.append(f"{path}={show(value)}: {reason}")
@@ -81,7 +84,11 @@ def _resolved(tree: DictConfig, path: str) -> object:
 
 
 def validate(
-    tree: DictConfig, broken: set[str], leaves: Mapping[str, object], *, keeps_names: bool
+    tree: DictConfig,
+    broken: set[str],
+    leaves: Mapping[str, object],
+    *,
+    keeps_names: bool,
 ) -> tuple[Config, list[tuple[str, str]]]:
     """Check every key, after other defaults are chosen that fit the values; with `keeps_names`,
     functions may have any names. Returns the config, and the wrong keys that the user set with a
@@ -92,10 +99,12 @@ def validate(
     is reported.
     """
     set_values(tree, {path: all_keys()[path].default for path in broken})
-    if tree.trainer.n_gpus_per_node is None:
-        tree.trainer.n_gpus_per_node = num_slots(tree.trainer.device)
+    trainer = tree.trainer
+    if trainer.n_gpus_per_node is None:
+        trainer.n_gpus_per_node = num_slots(trainer.device)
     # Before the values are resolved, because other keys may follow the fitted ones.
-    set_values(tree, fitted_defaults(partial(_resolved, tree), leaves))
+    fitted = fitted_defaults(partial(_resolved, tree), leaves)
+    set_values(tree, fitted)
     values = OmegaConf.to_container(tree, resolve=True)
     try:
         return Config.model_validate(values, context={ANY_NAME: keeps_names}), []
@@ -106,7 +115,8 @@ def validate(
         key = _key_of(item)
         broken.add(key)
         if key in leaves:
-            lines.append((key, _sentence(key, item)))
+            line = _sentence(key, item)
+            lines.append((key, line))
     config, _ = validate(tree, broken, leaves, keeps_names=keeps_names)
     return config, lines
 
@@ -146,13 +156,18 @@ def unknown_functions(tree: DictConfig) -> Iterator[str]:
 def with_followers(unknown: Set[str], tree: DictConfig, unset: Set[str]) -> Set[str]:
     """These keys, and all keys whose value depends on one of them."""
     depends_on: dict[str, set[str]] = {}
-    for path, value in flatten(as_plain(unresolved(tree))):
-        depends_on[path] = set(_REFERENCE.findall(str(value)))
+    values = as_plain(unresolved(tree))
+    for path, value in flatten(values):
+        references = _REFERENCE.findall(str(value))
+        depends_on[path] = set(references)
     for path in unset & FITTED_TO.keys():
         depends_on[path].update(FITTED_TO[path])
     # A follower may have followers of its own, so this is repeated until there are no more.
     while True:
-        followers = {path for path, keys in depends_on.items() if keys & unknown}
+        followers: set[str] = set()
+        for path, keys in depends_on.items():
+            if not keys.isdisjoint(unknown):
+                followers.add(path)
         if followers <= unknown:
             return unknown
         unknown = unknown | followers

@@ -210,8 +210,10 @@ def _about_split(config: Config) -> Iterator[str]:
     number_of_axis = {"gpu": "actor_gpus_per_node", "node": "actor_nodes"}
     if set(written) == {"axis", number_of_axis.get(split.axis)}:
         return
-    first, *others = [f"placement.split.{name}={value}" for name, value in written.items()]
-    yield f"{first}: contradicts {' and '.join(others)}; set only one of them"
+    settings = [f"placement.split.{name}={value}" for name, value in written.items()]
+    first, *others = settings
+    contradicting = " and ".join(others)
+    yield f"{first}: contradicts {contradicting}; set only one of them"
 
 
 def _written(section: Section) -> dict[str, object]:

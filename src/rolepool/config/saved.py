@@ -39,13 +39,12 @@ def saved_config(values: Mapping[str, object], folder: Path) -> LoadedConfig:
     try:
         return load_config([PlainValues(values)])
     except ConfigError as error:
-        raise ConfigError(
-            f"{folder / FILE_NAME}: {problem}" for problem in error.problems
-        ) from None
+        file = folder / FILE_NAME
+        problems = [f"{file}: {problem}" for problem in error.problems]
+        raise ConfigError(problems) from None
     except UNPARSABLE as error:  # such as names that no key can have
-        raise ConfigError(
-            f"{folder / FILE_NAME}: cannot be read ({one_line(error)}); {FIX}"
-        ) from None
+        file = folder / FILE_NAME
+        raise ConfigError(f"{file}: cannot be read ({one_line(error)}); {FIX}") from None
 
 
 def load_saved(folder: Path) -> LoadedConfig:
@@ -70,14 +69,16 @@ def _unescaped(value: object) -> object:
     if isinstance(value, list):
         return [_unescaped(item) for item in value]
     if isinstance(value, str):
-        return _ESCAPED.sub(lambda escape: _half(escape[1]), value)
+        return _ESCAPED.sub(_half, value)
     return value
 
 
-def _half(backslashes: str) -> str:
+def _half(escape: re.Match[str]) -> str:
     """What an odd number of backslashes before `${` stands for. An even number means that nothing
     is escaped."""
+    backslashes = escape[1]
     is_escaped = len(backslashes) % 2 == 1
     if not is_escaped:
         return backslashes
-    return backslashes[: len(backslashes) // 2]
+    num_left = len(backslashes) // 2
+    return backslashes[:num_left]

@@ -32,21 +32,23 @@ def recipe_names() -> list[str]:
 
 def recipe_text(name: str) -> str:
     """The YAML text of a recipe. Its first line is a comment that says what it trains."""
-    if name not in recipe_names():
-        raise ConfigError(
-            f"recipe {name!r}: there is no such recipe; use one of {', '.join(recipe_names())}"
-        )
-    return (RECIPES_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    names = recipe_names()
+    if name not in names:
+        choices = ", ".join(names)
+        raise ConfigError(f"recipe {name!r}: there is no such recipe; use one of {choices}")
+    file = RECIPES_FOLDER / f"{name}.yaml"
+    return file.read_text(encoding="utf-8")
 
 
 def trains_demo(config: Config) -> bool:
     """Whether a run needs the demo in `DEMO_FOLDER`, and rolepool may make it there."""
-    models = (
+    paths = (
+        *config.data.train_files,
+        *config.data.val_files,
         config.actor_rollout_ref.model.path,
         config.critic.model.path,
         config.reward_model.model.path,
     )
-    paths = (*config.data.train_files, *config.data.val_files, *models)
     folder = Path(DEMO_FOLDER)
     is_ours = (folder / DEMO_MARKER).exists() or not folder.exists()
     return is_ours and any(map(_is_in_demo, paths))
@@ -64,21 +66,23 @@ def _is_in_demo(path: str | None) -> bool:
 def load_file(file: str) -> Any:
     """The content of a recipe or a YAML file, merged with the files of its `defaults` list.
     References are not resolved."""
-    is_recipe = file in recipe_names() and not Path(file).is_file()
-    path = RECIPES_FOLDER / f"{file}.yaml" if is_recipe else Path(file)
+    path = Path(file)
+    if file in recipe_names() and not path.is_file():
+        path = RECIPES_FOLDER / f"{file}.yaml"
     tree = OmegaConf.load(path)
     if not isinstance(tree, DictConfig):
         return OmegaConf.to_container(tree, resolve=False)
-    composed: Any = OmegaConf.to_container(
-        _compose(tree, path.parent, [path.parent, *_search_folders(tree)]), resolve=False
-    )
-    return {name: value for name, value in composed.items() if name != "hydra"}
+    folder = path.parent
+    composed = _compose(tree, folder, [folder, *_search_folders(tree)])
+    content: Any = OmegaConf.to_container(composed, resolve=False)
+    return {name: value for name, value in content.items() if name != "hydra"}
 
 
 def _search_folders(tree: DictConfig) -> list[Path]:
     """Where else the files of a `defaults` list may be, except in Python packages."""
+    entries = OmegaConf.select(tree, "hydra.searchpath", default=[]) or []
     folders = []
-    for entry in OmegaConf.select(tree, "hydra.searchpath", default=[]) or []:
+    for entry in entries:
         folder = str(entry)
         if not folder.startswith("pkg://"):
             folders.append(Path(folder.removeprefix("file://")))
@@ -111,7 +115,8 @@ def _compose(tree: Any, folder: Path, roots: list[Path]) -> Any:
             continue
         path = _find([folder, *roots], f"{name}.yaml")
         if path is not None:
-            part = _compose(OmegaConf.load(path), path.parent, roots)
+            file = OmegaConf.load(path)
+            part = _compose(file, path.parent, roots)
             parts.append(_in_section(part, section))
         elif name not in OWN_NAMES:
             raise ConfigError(
@@ -157,7 +162,9 @@ def _entries(listed: list[Any]) -> Iterator[tuple[str, str]]:
                 section = folder.replace("/", ".").strip(".")
             if section in ("_here_", "_global_"):
                 section = ""
+            chosen = str(name)
             for group_before, choice in choices.items():
-                name = str(name).replace(f"${{{group_before}}}", choice)
-            choices[folder] = str(name)
-            yield f"{folder}/{str(name).removesuffix('.yaml')}", section
+                chosen = chosen.replace(f"${{{group_before}}}", choice)
+            choices[folder] = chosen
+            file = chosen.removesuffix(".yaml")
+            yield f"{folder}/{file}", section

@@ -100,13 +100,17 @@ class StopTokens:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols"],
         )
         environment.filters["tojson"] = json.dumps
         try:
             template = environment.from_string(self.tokenizer.chat_template)
             text = template.render(
-                messages=CHAT, add_generation_prompt=False, **self.tokenizer.more
+                messages=CHAT,
+                add_generation_prompt=False,
+                **self.tokenizer.more,
             )
         # A template may raise any of them.
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError):
@@ -130,7 +134,8 @@ def read_stop_tokens(config: Config) -> StopTokens:
     if tokenizer.eos_token in tokenizer.ids:
         ids.append(tokenizer.ids[str(tokenizer.eos_token)])
     with suppress(ShapeUnknown):
-        ids += end_tokens("config.json", read_model_file(model.path, model.override_config))
+        model_file = read_model_file(model.path, model.override_config)
+        ids += end_tokens("config.json", model_file)
     generation = _read(model.path, "generation_config.json")
     ids += end_tokens("generation_config.json", generation)
     strings = generation.get("stop_strings") or ()
@@ -151,8 +156,9 @@ def end_tokens(file: str, content: Mapping[str, object]) -> list[int]:
         written = text_config.get("eos_token_id")
     if written is None:
         return []
+    numbers = written if isinstance(written, list) else [written]
     ids: list[int] = []
-    for number in written if isinstance(written, list) else [written]:
+    for number in numbers:
         # `type`, because True is an int.
         if type(number) is not int or number < 0:
             raise ConfigError(
@@ -168,26 +174,35 @@ def united(*lists: Iterable[int]) -> tuple[int, ...]:
 
 
 def read_tokenizer_files(path: str | None) -> TokenizerFiles:
-    settings = {**_read(path, "special_tokens_map.json"), **_read(path, "tokenizer_config.json")}
+    settings = {
+        **_read(path, "special_tokens_map.json"),
+        **_read(path, "tokenizer_config.json"),
+    }
     special_tokens = {}
     for name in SPECIAL_TOKENS:
         special_tokens[name] = _text_of(settings.get(name)) or ""
+    tokenizer = _read(path, "tokenizer.json")
     return TokenizerFiles(
         eos_token=_text_of(settings.get("eos_token")),
-        ids=_added_tokens(_read(path, "tokenizer.json"), settings),
+        ids=_added_tokens(tokenizer, settings),
         chat_template=_text(path, "chat_template.jinja") or _template_in(settings),
         more=special_tokens,
     )
 
 
-def _added_tokens(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, int]:
+def _added_tokens(
+    tokenizer: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> dict[str, int]:
     """The added tokens, from tokenizer.json as a list, and from tokenizer_config.json by number."""
     ids: dict[str, int] = {}
     for token in tokenizer.get("added_tokens") or ():
-        ids[str(token["content"])] = int(token["id"])
+        text = str(token["content"])
+        ids[text] = int(token["id"])
     by_number = settings.get("added_tokens_decoder") or {}
     for number, token in by_number.items():
-        ids[str(token["content"])] = int(number)
+        text = str(token["content"])
+        ids[text] = int(number)
     return ids
 
 

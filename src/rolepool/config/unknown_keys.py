@@ -18,7 +18,8 @@ def unknown_key(path: str) -> str:
     hints = _hints_for(path)
     if not hints:
         return "unknown key; `rolepool config` lists all keys"
-    return f"unknown key; did you mean {hints[0].key}{hints[0].remark}?"
+    best = hints[0]
+    return f"unknown key; did you mean {best.key}{best.remark}?"
 
 
 def keys_meant_by(path: str) -> list[str]:
@@ -51,11 +52,13 @@ def _hints_for_end_of(path: str) -> list[Hint]:
     words = path.split(".")
     for first in range(1, len(words)):
         section = ".".join(words[:first])
-        hint = hint_for_key(".".join(words[first:]))
+        end = ".".join(words[first:])
+        hint = hint_for_key(end)
         if hint is None or section not in all_sections():
             continue
         _, _, last_name = hint.key.rpartition(".")
-        in_section = [key for key in _keys_ending_with(last_name) if key in keys_below(section)]
+        keys_of_section = keys_below(section)
+        in_section = [key for key in _keys_ending_with(last_name) if key in keys_of_section]
         if not in_section or hint.key in in_section:
             return [hint]
         return _without_remarks(in_section)

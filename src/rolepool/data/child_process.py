@@ -88,7 +88,8 @@ def _wait_for(guard: int) -> int:
             return status
         time.sleep(POLL_S)
     os.kill(guard, signal.SIGKILL)
-    return os.waitpid(guard, 0)[1]
+    _, status = os.waitpid(guard, 0)
+    return status
 
 
 def _guard(parent: int, serve: Callable[[], None], close_channel: Callable[[], None]) -> NoReturn:
@@ -134,9 +135,12 @@ def _reap(child: int) -> int | None:
     it is one of them."""
     of_child = None
     with suppress(ChildProcessError):  # there is no process any more
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == child:
-                of_child = ended[1]
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:  # the others are still running
+                break
+            if pid == child:
+                of_child = status
     return of_child
 
 
@@ -146,9 +150,10 @@ def _kill_descendants(child: int) -> int | None:
     end."""
     status = None
     deadline = time.monotonic() + END_TIMEOUT_S
-    while time.monotonic() < deadline and (
-        descendants := psutil.Process().children(recursive=True)
-    ):
+    while time.monotonic() < deadline:
+        descendants = psutil.Process().children(recursive=True)
+        if not descendants:
+            break
         for process in descendants:
             with suppress(psutil.Error):
                 process.kill()

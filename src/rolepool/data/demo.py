@@ -91,20 +91,25 @@ def _write(demo: Demo) -> None:
     for letters in itertools.product(LETTERS, repeat=NUM_LETTERS_PER_PROMPT):
         prompts.append(" ".join(reversed(letters)))
     random.Random(SEED).shuffle(prompts)
-    _write_rows(demo.val_file, prompts[:NUM_VAL_PROMPTS])
-    _write_rows(demo.train_file, prompts[NUM_VAL_PROMPTS:])
+    val_prompts = prompts[:NUM_VAL_PROMPTS]
+    train_prompts = prompts[NUM_VAL_PROMPTS:]
+    _write_rows(demo.val_file, val_prompts)
+    _write_rows(demo.train_file, train_prompts)
     _write_model(demo.model, LlamaForCausalLM)
     _write_model(demo.reward_model, LlamaForSequenceClassification, num_labels=1)
-    (demo.folder / DEMO_MARKER).write_text("{}\n", encoding="utf-8")
+    marker = demo.folder / DEMO_MARKER
+    marker.write_text("{}\n", encoding="utf-8")
 
 
 def _write_rows(file: Path, prompts: Sequence[str]) -> None:
     with file.open("w", encoding="utf-8") as lines:
         for index, letters in enumerate(prompts):
+            message = {"role": "user", "content": letters}
+            truth = next_letters(letters)
             row = {
                 "data_source": DATA_SOURCE,
-                "prompt": [{"role": "user", "content": letters}],
-                "reward_model": {"style": "rule", "ground_truth": next_letters(letters)},
+                "prompt": [message],
+                "reward_model": {"style": "rule", "ground_truth": truth},
                 "extra_info": {"split": file.stem, "index": index},
             }
             lines.write(json.dumps(row) + "\n")

@@ -49,7 +49,8 @@ def lines_by_kind(problems: Sequence[BadRow], num_rows: int) -> Iterator[str]:
     """One line for each kind of problem: its first row, and in how many of the rows it occurs."""
     problems_of_kinds: dict[str, list[BadRow]] = {}
     for problem in problems:
-        problems_of_kinds.setdefault(problem.kind, []).append(problem)
+        same_kind = problems_of_kinds.setdefault(problem.kind, [])
+        same_kind.append(problem)
     for alike in problems_of_kinds.values():
         line = str(alike[0])
         if len(alike) > 1:
@@ -102,10 +103,12 @@ def _file(path: str, key: str, config: Config) -> Iterator[str]:
         if not rows.num_rows:
             raise ConfigError(f"{key}={path}: has no rows; name a file with rows")
         place, row = rows.read(0)
-        missing_columns = lines_of(*(_column(place, row, key, config) for key in COLUMN_KEYS))
+        checks = [_column(place, row, key, config) for key in COLUMN_KEYS]
+        missing_columns = lines_of(*checks)
         yield from missing_columns
         if not missing_columns:
-            checked_columns(place, row, rows.source, config, needs_of(config))
+            needs = needs_of(config)
+            checked_columns(place, row, rows.source, config, needs)
 
 
 def _column(place: str, row: Row, key: str, config: Config) -> Iterator[str]:
@@ -116,7 +119,8 @@ def _column(place: str, row: Row, key: str, config: Config) -> Iterator[str]:
 
 def _reward_files(config: Config) -> Iterator[str]:
     """The functions can be found; if not, the function that looks for them raises ConfigError."""
-    if not config.reward_model.enable and config.custom_reward_function.path != PYTHON_FUNCTION:
+    is_from_python = config.custom_reward_function.path == PYTHON_FUNCTION
+    if not config.reward_model.enable and not is_from_python:
         functions_of(config)
     yield from ()
 
@@ -165,13 +169,17 @@ def missing_column(place: str, row: Row, key: str, config: Config) -> BadRow | N
     name = _column_of(key, row, config)
     if name is None or name in row:
         return None
-    return BadRow(
-        f"{place}: {key}={name}: there is no such column (columns: {', '.join(row)})", key
-    )
+    columns = ", ".join(row)
+    problem = f"{key}={name}: there is no such column (columns: {columns})"
+    return BadRow(f"{place}: {problem}", kind=key)
 
 
 def checked_columns(
-    place: str, row: Row, source: str, config: Config, needs: Sequence[Need]
+    place: str,
+    row: Row,
+    source: str,
+    config: Config,
+    needs: Sequence[Need],
 ) -> Row:
     """The columns of a row that training uses. Raises BadRow if the row cannot be used. `place` is
     its place in the files, `source` its default data source, and `needs` what functions of the user
@@ -180,7 +188,8 @@ def checked_columns(
         problem = missing_column(place, row, key, config)
         if problem is not None:
             raise problem
-    _check_form(place, row, str(_column_of("data.prompt_key", row, config)))
+    prompt_key = str(_column_of("data.prompt_key", row, config))
+    _check_form(place, row, prompt_key)
     used = used_columns(row, source, config)
     _check_rules(place, row, used, config)
     _check_needs(place, row, used, config, needs)
@@ -194,21 +203,25 @@ def _check_form(place: str, row: Row, prompt_key: str) -> None:
         _Row.model_validate({**row, "prompt": row.get(prompt_key)})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        location = first["loc"]
         names: list[str | int] = []
-        for part in first["loc"]:
+        for part in location:
             # A prompt may have two forms, and pydantic names the one that it has tried.
             if part not in ("text", "chat"):
                 names.append(prompt_key if part == "prompt" else part)
-        kind = ".".join(part for part in (*names, first["type"]) if isinstance(part, str))
+        # Without numbers, because the place in a list makes no other kind.
+        texts = [name for name in names if isinstance(name, str)]
+        kind = ".".join([*texts, first["type"]])
         setting = ".".join(map(str, names))
         if first["type"] != "missing":
             setting += f"={show(first['input'])}"
-        hint = _HINTS.get(str(first["loc"][0]), "")
+        hint = _HINTS.get(str(location[0]), "")
         raise BadRow(f"{place}: {setting}: {first['msg']}{hint} {columns}", kind) from None
-    media = [name for name, value in row.items() if _is_media(name, value)]
-    if media:
-        reason = f"has {media[0]}, and only texts can be read; remove the column, or use other rows"
-        raise BadRow(f"{place}: {reason} {columns}", "media")
+    for name, value in row.items():
+        if _is_media(name, value):
+            reason = f"has {name}, and only texts can be read"
+            fix = "remove the column, or use other rows"
+            raise BadRow(f"{place}: {reason}; {fix} {columns}", "media")
 
 
 def _check_rules(place: str, row: Row, used: Row, config: Config) -> None:
@@ -230,7 +243,13 @@ def _check_rules(place: str, row: Row, used: Row, config: Config) -> None:
             raise BadRow(f"{place}: {error}", name) from None
 
 
-def _check_needs(place: str, row: Row, used: Row, config: Config, needs: Sequence[Need]) -> None:
+def _check_needs(
+    place: str,
+    row: Row,
+    used: Row,
+    config: Config,
+    needs: Sequence[Need],
+) -> None:
     """Raise BadRow if the row lacks what a function of the user needs."""
     for need in needs:
         lack = missing(need, used)
@@ -248,7 +267,11 @@ def _check_needs(place: str, row: Row, used: Row, config: Config, needs: Sequenc
 
 
 def _without_truth(
-    place: str, row: Row, config: Config, reason: str, other_fix: str = ""
+    place: str,
+    row: Row,
+    config: Config,
+    reason: str,
+    other_fix: str = "",
 ) -> BadRow:
     """The problem of a row that has no ground truth, and what to do about it."""
     answer_key = config.data.answer_key
@@ -286,8 +309,9 @@ def used_columns(row: Row, source: str, config: Config) -> Row:
     extra_info = {name: value for name, value in row.items() if name not in named}
     # An entry of extra_info comes before a column with the same name.
     extra_info.update(row.get("extra_info") or {})
+    prompt = row[prompt_key]
     return {
-        "raw_prompt": _with_system_prompt(row[prompt_key], config.data.system_prompt),
+        "raw_prompt": _with_system_prompt(prompt, config.data.system_prompt),
         "data_source": row.get("data_source") or source,
         "reward_model": reward_model,
         "extra_info": extra_info,
@@ -354,7 +378,10 @@ def _rows_of_lines(file: Path, max_rows: int | None) -> Rows:
 
 
 def _rows_of_table(
-    name: str | Path, source: str, num_rows: int, row_at: Callable[[int], Row]
+    name: str | Path,
+    source: str,
+    num_rows: int,
+    row_at: Callable[[int], Row],
 ) -> Rows:
     def read(number: int) -> tuple[str, Row]:
         return f"{name}, row {number} (the first is 0)", row_at(number)
@@ -392,7 +419,8 @@ def open_rows(path: str, key: str, max_rows: int | None = None) -> Rows:
             table = pyarrow.Table.from_batches(first_batch, parquet.schema_arrow)
 
     def row_at(number: int) -> Row:
-        row: Row = table.slice(number, 1).to_pylist()[0]
+        one_row = table.slice(number, length=1)
+        row: Row = one_row.to_pylist()[0]
         return row
 
     return _rows_of_table(file, file.stem, table.num_rows, row_at)
@@ -432,7 +460,8 @@ def _load_from_hub(path: str, key: str) -> Rows:
     is_local = folder.is_dir()
     fix = "check the name, the subset and the split (hf:NAME:SPLIT or hf:NAME:SUBSET:SPLIT)"
     with explained(f"{key}={path}: cannot be loaded", fix, ValueError, DatasetsError):
-        if any((folder / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
+        markers = (folder / "dataset_dict.json", folder / "state.json")
+        if any(marker.is_file() for marker in markers):
             saved = datasets.load_from_disk(str(folder))
             if isinstance(saved, dict):
                 splits = saved

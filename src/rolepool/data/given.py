@@ -33,9 +33,10 @@ class DataFiles:
         """The config may be that of a draft."""
         self._cleanup = ExitStack()
         try:
-            self._run_folder = Path(config.trainer.default_local_dir).expanduser()
+            folder = config.trainer.default_local_dir
         except UnknownValue:  # the run will not start
-            self._run_folder = Path(self._cleanup.enter_context(TemporaryDirectory()))
+            folder = self._cleanup.enter_context(TemporaryDirectory())
+        self._run_folder = Path(folder).expanduser()
         self._new_files: list[Path] = []
         self._new_folders: set[Path] = set()
 
@@ -47,41 +48,53 @@ class DataFiles:
         if isinstance(data, str | Path):
             return [str(data)]
         rows = _rows_of(data)
-        are_paths = len(rows) > 0 and all(isinstance(row, str | Path) for row in rows)
-        if isinstance(data, list | tuple) and are_paths:
-            return [str(row) for row in rows]
+        if isinstance(data, list | tuple) and rows:
+            are_paths = all(isinstance(row, str | Path) for row in rows)
+            if are_paths:
+                return [str(row) for row in rows]
         lines: list[str] = []
         for number, row in enumerate(rows, start=1):
-            lines.append(f"{_as_json(row, split, number)}\n")
-        text = "".join(lines)
+            line = _as_json(row, split, number)
+            lines.append(f"{line}\n")
+        file = self._write("".join(lines), split)
+        return [str(file)]
+
+    def _write(self, text: str, split: str) -> Path:
+        """The file with this text, in a folder that is named after it."""
         digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
         path = self._run_folder / "data" / digest / f"{split}.jsonl"
         problem = f"trainer.default_local_dir={self._run_folder}: cannot be written"
         with explained(problem, "name another folder"):
             if not path.exists():
                 self._new_files.append(path)
-                self._new_folders.update(folder for folder in path.parents if not folder.exists())
+                for folder in path.parents:
+                    if not folder.exists():
+                        self._new_folders.add(folder)
             path.parent.mkdir(parents=True, exist_ok=True)
-            return [str(write_atomically(path, [text]))]
+            return write_atomically(path, [text])
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        *_: object,
     ) -> None:
         with self._cleanup:
             if error is None or self._has_started():
                 return
             self._remove()
         if isinstance(error, ConfigError | DataError):
-            raise type(error)(map(self._without_paths, error.problems)) from None
+            problems = map(self._without_paths, error.problems)
+            raise type(error)(problems) from None
 
     def _has_started(self) -> bool:
         """Whether the run has written its config, which names the files."""
         config = self._run_folder / "config.yaml"
-        if config.is_file():
-            text = config.read_text(encoding="utf-8", errors="replace")
-        else:
-            text = ""
-        return any(path.parent.name in text for path in self._new_files)
+        if not config.is_file():
+            return False
+        text = config.read_text(encoding="utf-8", errors="replace")
+        digests = [path.parent.name for path in self._new_files]
+        return any(digest in text for digest in digests)
 
     def _remove(self) -> None:
         for path in self._new_files:

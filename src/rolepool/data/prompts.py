@@ -66,9 +66,10 @@ class PromptSet:
         self._needs = needs_of(config, reward)
         self._template_options = template_options(config)
         self._files = [open_rows(path, self.key) for path in config.at(self.key)]
-        self._ends = list(accumulate(file.num_rows for file in self._files))
+        nums_rows = [file.num_rows for file in self._files]
+        self._ends = list(accumulate(nums_rows))
         max_samples: int = config.at(f"data.{split}_max_samples")
-        num_rows = sum(file.num_rows for file in self._files)
+        num_rows = sum(nums_rows)
         if max_samples >= 0:
             num_rows = min(num_rows, max_samples)
         if num_rows == 0:
@@ -79,13 +80,11 @@ class PromptSet:
         self._token_ids = array("i")
         """The tokens of all rows, one row after another, truncated."""
         lengths, self.digest = self._read(num_rows)
-        self._starts = np.concatenate(
-            [[0], np.minimum(lengths, config.data.max_prompt_length).cumsum()]
-        )
+        truncated_lengths = np.minimum(lengths, config.data.max_prompt_length)
+        self._starts = np.concatenate([[0], truncated_lengths.cumsum()])
         self._rows = self._choose(lengths)
-        logger.info(
-            "%s: %d prompts of up to %d tokens", self.key, len(self), lengths[self._rows].max()
-        )
+        longest = lengths[self._rows].max()
+        logger.info("%s: %d prompts of up to %d tokens", self.key, len(self), longest)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -93,12 +92,16 @@ class PromptSet:
     def take(self, numbers: Sequence[int]) -> dict[str, list[Any]]:
         """The prompts with these numbers, as columns. `origin` is a row's place in the files, for
         error messages."""
-        row_numbers = self._rows[list(numbers)].tolist()
-        rows = [self._parse(number) for number in row_numbers]
+        row_numbers: list[int] = self._rows[list(numbers)].tolist()
+        rows: list[Row] = []
+        raw_prompt_ids: list[list[int]] = []
+        for row_number in row_numbers:
+            rows.append(self._parse(row_number))
+            raw_prompt_ids.append(self._ids_of(row_number))
         columns: dict[str, list[Any]] = {}
         for name in rows[0]:
             columns[name] = [row[name] for row in rows]
-        columns["raw_prompt_ids"] = [self._ids_of(number) for number in row_numbers]
+        columns["raw_prompt_ids"] = raw_prompt_ids
         return columns
 
     def leave_out(self, training: "PromptSet") -> None:
@@ -111,8 +114,8 @@ class PromptSet:
         generators = [path for path in self._config.at(self.key) if is_generator(path)]
         if not generators:
             return
-        known = set(training._questions())
-        is_known = np.array([question in known for question in self._questions()])
+        trained_questions = set(training._questions())
+        is_known = np.array([question in trained_questions for question in self._questions()])
         num_known = int(is_known.sum())
         if not num_known:
             return
@@ -148,12 +151,14 @@ class PromptSet:
         have. `model` is the model's key and path."""
         ids = np.frombuffer(self._token_ids, dtype=np.intc)
         place = int(ids.argmax())
-        if ids[place] >= size:
-            row = int(self._starts.searchsorted(place, side="right")) - 1
-            has = f"the prompt has the token id {ids[place]}"
+        highest = ids[place]
+        if highest >= size:
+            row_number = int(self._starts.searchsorted(place, side="right")) - 1
+            origin = self._parse(row_number)["origin"]
+            has = f"the prompt has the token id {highest}"
             problem = f"{has}, but {model} has only the ids 0 to {size - 1}"
             fix = "use the tokenizer of that model, or a model with the same tokens"
-            raise DataError(f"{self._parse(row)['origin']}: {problem}; {fix}")
+            raise DataError(f"{origin}: {problem}; {fix}")
 
     def _read(self, num_rows: int) -> tuple[npt.NDArray[np.int64], str]:
         """Check and tokenize every row, and keep the tokens. Returns the length of every prompt
@@ -162,25 +167,35 @@ class PromptSet:
         lengths = array("q")
         digest = hashlib.blake2b(digest_size=16)
         problems: list[BadRow] = []
-        max_length = self._data.max_prompt_length
         for start in range(0, num_rows, _CHUNK_ROWS):
-            rows: list[Row] = []
-            for number in range(start, min(start + _CHUNK_ROWS, num_rows)):
-                try:
-                    rows.append(self._with_text(self._parse(number, check=True)))
-                except BadRow as error:
-                    # A new error, because this one keeps the row alive in its traceback.
-                    problems.append(BadRow(str(error), error.kind))
-            for row, ids in zip(rows, tokenize(self._tokenizer, rows), strict=True):
-                lengths.append(len(ids))
-                digest.update(array("q", (len(ids),)))
+            end = min(start + _CHUNK_ROWS, num_rows)
+            rows = self._rows_with_text(range(start, end), problems)
+            ids_of_rows = tokenize(self._tokenizer, rows)
+            for row, ids in zip(rows, ids_of_rows, strict=True):
+                length = len(ids)
+                lengths.append(length)
+                digest.update(array("q", (length,)))
                 digest.update(array("q", ids))
-                self._token_ids.extend(truncate(ids, max_length, self._data.truncation))
+                kept_ids = truncate(ids, self._data.max_prompt_length, self._data.truncation)
+                self._token_ids.extend(kept_ids)
                 if not ids:
                     reason = f"{self._data.prompt_key} has no tokens; write at least one"
                     problems.append(BadRow(f"{row['origin']}: {reason}", "no tokens"))
         DataError.raise_if_any(lines_by_kind(problems, num_rows))
         return np.array(lengths, dtype=np.int64), digest.hexdigest()
+
+    def _rows_with_text(self, numbers: Iterable[int], problems: list[BadRow]) -> list[Row]:
+        """Those of these rows that can be used. Adds an error to `problems` for each of the
+        others."""
+        rows: list[Row] = []
+        for number in numbers:
+            try:
+                row = self._parse(number, check=True)
+                rows.append(self._with_text(row))
+            except BadRow as error:
+                # A new error, because this one keeps the row alive in its traceback.
+                problems.append(BadRow(str(error), error.kind))
+        return rows
 
     def _choose(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
         """The numbers of the rows to use. Raises DataError if a prompt is too long to be used."""
@@ -214,10 +229,16 @@ class PromptSet:
         files."""
         index = bisect_right(self._ends, row_number)
         file = self._files[index]
-        number = row_number - self._ends[index] + self._files[index].num_rows
-        origin, row = file.read(number)
+        first_row = self._ends[index] - file.num_rows
+        origin, row = file.read(row_number - first_row)
         if check:
-            used = checked_columns(origin, row, file.source, self._config, self._needs)
+            used = checked_columns(
+                place=origin,
+                row=row,
+                source=file.source,
+                config=self._config,
+                needs=self._needs,
+            )
         else:
             used = used_columns(row, file.source, self._config)
         used["origin"] = origin
@@ -225,7 +246,9 @@ class PromptSet:
 
     def _ids_of(self, row_number: int) -> list[int]:
         """The tokens of a row's prompt, truncated."""
-        return self._token_ids[self._starts[row_number] : self._starts[row_number + 1]].tolist()
+        start = self._starts[row_number]
+        end = self._starts[row_number + 1]
+        return self._token_ids[start:end].tolist()
 
     def _with_text(self, row: Row) -> Row:
         """The row with the text of its prompt."""
@@ -242,7 +265,12 @@ class PromptLoader:
     fill a batch."""
 
     def __init__(
-        self, prompts: PromptSet, batch_size: int, *, seed: int, shuffle: bool = True
+        self,
+        prompts: PromptSet,
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool = True,
     ) -> None:
         if batch_size > len(prompts):
             problem = f"{prompts.key} has {len(prompts)} prompts, less than one batch"
@@ -267,9 +295,10 @@ class PromptLoader:
 
     def next_batch(self) -> DataProto:
         """The next `batch_size` prompts; see `batch_of` for the columns."""
-        rows = self._order[self._index : self._index + self._batch_size].tolist()
+        end = self._index + self._batch_size
+        rows = self._order[self._index : end].tolist()
         batch = batch_of(self._prompts, rows, f"epoch{self.epoch}")
-        self._move_to(self.epoch, self._index + self._batch_size)
+        self._move_to(self.epoch, end)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -302,7 +331,8 @@ class PromptLoader:
         if epoch != self.epoch:
             self._order = np.arange(len(self._prompts))
             if self._shuffle:
-                np.random.default_rng([self._seed, epoch]).shuffle(self._order)
+                generator = np.random.default_rng([self._seed, epoch])
+                generator.shuffle(self._order)
         self.epoch = epoch
         self._index = index
 
@@ -312,7 +342,8 @@ def validation_batches(prompts: PromptSet, batch_size: int | None = None) -> Ite
     in one batch."""
     size = batch_size or len(prompts)
     for start in range(0, len(prompts), size):
-        yield batch_of(prompts, range(start, min(start + size, len(prompts))), "val")
+        end = min(start + size, len(prompts))
+        yield batch_of(prompts, range(start, end), "val")
 
 
 def batch_of(prompts: PromptSet, rows: Sequence[int], pass_name: str) -> DataProto:

@@ -63,12 +63,16 @@ def reason_of_repeats(training: str, validation: str) -> str | None:
     """
     task, parameters = _parts_of(training, "data.train_files")
     other_task, other_parameters = _parts_of(validation, "data.val_files")
-    start, size = (parameters.pop(name) for name in ("seed", "size"))
-    other_start, other_size = (other_parameters.pop(name) for name in ("seed", "size"))
+    # What is left are the parameters that decide what an item with a seed is.
+    start: int = parameters.pop("seed")
+    size: int = parameters.pop("size")
+    other_start: int = other_parameters.pop("seed")
+    other_size: int = other_parameters.pop("size")
     if (task, parameters) != (other_task, other_parameters):
         return None
     end = start + size
-    if other_start >= end or start >= other_start + other_size:
+    other_end = other_start + other_size
+    if other_start >= end or start >= other_end:
         return None
     return (
         f"item i of a generator has the seed `seed` + i, so seed={other_start} repeats items of "
@@ -86,10 +90,11 @@ def _parts_of(path: str, key: str) -> tuple[str, dict[str, Any]]:
         for name, text in parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)):
             parameters[name] = yaml.safe_load(text)
     for name in DEFAULTS:
-        if type(parameters[name]) is not int or not 0 <= parameters[name] <= MAX_SIZE:
+        value = parameters[name]
+        # `type`, because True is an int.
+        if type(value) is not int or not 0 <= value <= MAX_SIZE:
             raise ConfigError(
-                f"{key}={path}: {name}={show(parameters[name])} must be an integer "
-                f"from 0 to {MAX_SIZE}"
+                f"{key}={path}: {name}={show(value)} must be an integer from 0 to {MAX_SIZE}"
             )
     if find_spec("reasoning_gym") is None:
         raise ConfigError(
@@ -110,7 +115,8 @@ def _dataset(setting: str, task: str, parameters: dict[str, Any]) -> Any:
         else:
             meant = f"some are {first_few(sorted(DATASETS), 5)}"
         raise ConfigError(f"{setting}: reasoning-gym has no task {task}; {meant}")
-    known = [field.name for field in fields(DATASETS[task][1])]
+    settings = DATASETS[task][1]
+    known = [field.name for field in fields(settings)]
     unknown = [name for name in parameters if name not in known]
     if unknown:
         raise ConfigError(
@@ -132,18 +138,21 @@ class _Items(Sequence[dict[str, Any]]):
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        entry = self._dataset[index]
+        item = self._dataset[index]
+        message = {"role": "user", "content": item["question"]}
+        entry = {"task": self._task, "item": dict(item)}
         return {
-            "prompt": [{"role": "user", "content": entry["question"]}],
+            "prompt": [message],
             "data_source": f"{SOURCE}/{self._task}",
-            "reward_model": {"ground_truth": entry["answer"]},
-            "extra_info": {ENTRY: {"task": self._task, "item": dict(entry)}},
+            "reward_model": {"ground_truth": item["answer"]},
+            "extra_info": {ENTRY: entry},
         }
 
 
 def verify(answer: str, entry: dict[str, Any]) -> float:
     """The score of an answer. `entry` is what `ENTRY` names."""
-    return float(_verifier(entry["task"])(answer, entry["item"]))
+    score_answer = _verifier(entry["task"])
+    return float(score_answer(answer, entry["item"]))
 
 
 @lru_cache

@@ -38,12 +38,15 @@ class Retries:
     """Not the generator of the function, whose numbers must not depend on connections."""
 
     def __init__(
-        self, keys: CustomRewardFunctionConfig, first_wait_s: float = FIRST_WAIT_S
+        self,
+        keys: CustomRewardFunctionConfig,
+        first_wait_s: float = FIRST_WAIT_S,
     ) -> None:
         self._keys = keys
         self._num_attempts = 0
         self._next_wait_s = first_wait_s
-        self._begin_s = self._attempt_s = time.monotonic()
+        self._begin_s = time.monotonic()
+        self._attempt_s = self._begin_s
 
     def wait_after(self, outcome: Outcome) -> float | None:
         """How long to wait before the next attempt; None if there is none. There is one if the call
@@ -92,12 +95,13 @@ def _status_of(error: BaseException) -> int | None:
     """The HTTP status code that an error of a library for HTTP has, under one of the usual
     names."""
     response = getattr(error, "response", None)
-    for holder, name in (
+    places = (
         (error, "status_code"),
         (error, "status"),
         (error, "code"),
         (response, "status_code"),
-    ):
+    )
+    for holder, name in places:
         status = getattr(holder, name, None)
         if isinstance(status, int):
             return status

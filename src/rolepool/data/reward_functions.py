@@ -57,17 +57,19 @@ class FunctionInFile(NamedTuple):
     def checked(self) -> Self:
         """The same. Raises ConfigError if the file cannot be compiled or does not contain the name.
         Does not run the file."""
-        with explained(
-            f"{self.setting}: cannot be imported", "give a Python file", SyntaxError, ValueError
-        ):
+        problem = f"{self.setting}: cannot be imported"
+        with explained(problem, "give a Python file", SyntaxError, ValueError):
             text = self.file.read_text(encoding="utf-8", errors="replace")
             table = symtable.symtable(text, str(self.file), "exec")
-        if self.name not in table.get_identifiers() and "import *" not in text:
-            symbols = table.get_symbols()
-            defined = [symbol.get_name() for symbol in symbols if symbol.is_namespace()]
-            place = f"{self.file}, which defines {', '.join(defined) or 'no function'}"
-            raise ConfigError(f"{self.setting}: {self.name} is not defined in {place}")
-        return self
+        is_defined = self.name in table.get_identifiers()
+        # It may also come from a module from which everything is imported.
+        if is_defined or "import *" in text:
+            return self
+        symbols = table.get_symbols()
+        defined = [symbol.get_name() for symbol in symbols if symbol.is_namespace()]
+        names = ", ".join(defined) or "no function"
+        place = f"{self.file}, which defines {names}"
+        raise ConfigError(f"{self.setting}: {self.name} is not defined in {place}")
 
     def load(self) -> RewardFunction:
         """Run the file. Raises ConfigError if the function cannot be called like a reward
@@ -78,14 +80,20 @@ class FunctionInFile(NamedTuple):
         try:
             # dont_inherit: a `from __future__` import of this module must not hold for the user's
             # code.
-            code = compile(self.file.read_bytes(), str(self.file), "exec", dont_inherit=True)
+            source = self.file.read_bytes()
+            code = compile(source, str(self.file), "exec", dont_inherit=True)
             exec(code, vars(module))
         except (Exception, SystemExit) as error:
             reason = traceback.format_exception_only(error)[-1].strip()
             raise ConfigError(f"{self.setting}: cannot be imported: {reason}") from error
         function = self.with_kwargs(vars(module).get(self.name))
-        name = f"{self.setting}: {self.name}"
-        return RewardFunction(function, name, self.file, self.answer_key, self.is_one_of_several)
+        return RewardFunction(
+            function=function,
+            name=f"{self.setting}: {self.name}",
+            file=self.file,
+            answer_key=self.answer_key,
+            is_one_of_several=self.is_one_of_several,
+        )
 
     def with_kwargs(self, function: Any) -> UserFunction:
         """The function with its further arguments. Raises ConfigError if it cannot be called like a
@@ -154,11 +162,18 @@ def load_reward_function(
         if inspect.isfunction(function):
             file = Path(function.__code__.co_filename)
         setting = f"reward={custom.name}"
-        users = FunctionInFile(file, custom.name, setting, custom.reward_kwargs)
+        users = FunctionInFile(
+            file=file,
+            name=custom.name,
+            setting=setting,
+            kwargs=custom.reward_kwargs,
+        )
         bound = users.with_kwargs(function)
         return RewardFunction(bound, setting, file, config.data.answer_key)
     functions = {name: load() for name, load in functions_of(config).items()}
     if entries:
-        weights = [entry.weight for entry in entries]
-        return WeightedRewards(list(zip(functions, weights, functions.values(), strict=True)))
+        parts: list[tuple[str, float, RewardFunction]] = []
+        for entry, (name, loaded) in zip(entries, functions.items(), strict=True):
+            parts.append((name, entry.weight, loaded))
+        return WeightedRewards(parts)
     return functions.get(custom.name) or RewardFunction(score_by_rule, "built-in reward")

@@ -66,12 +66,15 @@ def needs_of(config: Config, function: UserFunction | None = None) -> list[Need]
             return _needs(text, function.__name__, config, custom.reward_kwargs)
         return []
     if custom.path is not None:
-        return _needs(_text_of(custom.path), custom.name, config, custom.reward_kwargs)
+        text = _text_of(custom.path)
+        return _needs(text, custom.name, config, custom.reward_kwargs)
     needs: list[Need] = []
     for entry in entries:
+        if entry.function in RULES:
+            continue
         path, _, name = entry.function.rpartition(":")
-        if entry.function not in RULES:
-            needs += _needs(_text_of(path), name, config, {})
+        text = _text_of(path)
+        needs += _needs(text, name, config, {})
     return needs
 
 
@@ -91,7 +94,8 @@ def likely_answer(row: Mapping[str, object], prompt_key: str) -> str | None:
     plain_names: dict[str, str] = {}
     for name in row:
         if name != prompt_key:
-            plain_names[re.sub(r"[\W_]+", "_", name.lower())] = name
+            plain_name = re.sub(r"[\W_]+", "_", name.lower())
+            plain_names[plain_name] = name
     for name in ANSWER_NAMES:
         if name in plain_names:
             return plain_names[name]
@@ -109,35 +113,48 @@ def _text_of(path: str) -> str:
     return ""
 
 
-def _needs(text: str, name: str, config: Config, kwargs: Mapping[str, object]) -> list[Need]:
+def _needs(
+    text: str,
+    name: str,
+    config: Config,
+    kwargs: Mapping[str, object],
+) -> list[Need]:
     """What the function of this name needs, if the text defines it."""
     try:
         statements = ast.parse(text).body
     except (SyntaxError, ValueError):
         return []
     for statement in reversed(statements):  # the last definition is the one that counts
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and statement.name == name:
+        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if statement.name == name:
             return [_need_of(statement, config, kwargs)]
     return []
 
 
 def _need_of(
-    function: ast.FunctionDef | ast.AsyncFunctionDef, config: Config, kwargs: Mapping[str, object]
+    function: ast.FunctionDef | ast.AsyncFunctionDef,
+    config: Config,
+    kwargs: Mapping[str, object],
 ) -> Need:
     arguments = function.args
     all_arguments = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-    style = style_of_names([argument.arg for argument in all_arguments])
+    all_names = [argument.arg for argument in all_arguments]
+    style = style_of_names(all_names)
     required = [name for name in _required(arguments) if name not in kwargs]
     truth_names = {TRUTH, f"{TRUTH}s"}
     if config.data.answer_key is not None:
         truth_names.add(config.data.answer_key)
-    used_names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    used_names: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name):
+            used_names.add(node.id)
     needed_names = truth_names & used_names & set(required)
     truth = any(not _is_asked_for(name, function) for name in needed_names)
     columns: tuple[str, ...] = ()
     if style is Style.COMPLETIONS:
-        known = {*OWN_LISTS[style], *truth_names, "data_source"}
-        columns = tuple(name for name in required if name not in known)
+        always_there = {*OWN_LISTS[style], *truth_names, "data_source"}
+        columns = tuple(name for name in required if name not in always_there)
     return Need(function.name, truth, columns)
 
 
@@ -164,7 +181,9 @@ def _is_asked_for(name: str, function: ast.AST) -> bool:
 def _required(arguments: ast.arguments) -> list[str]:
     """The names of the arguments without a default."""
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    required = positional[: len(positional) - len(arguments.defaults)]
+    # Defaults belong to the last ones.
+    num_required = len(positional) - len(arguments.defaults)
+    required = positional[:num_required]
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         if default is None:
             required.append(argument.arg)

@@ -106,7 +106,10 @@ class _Scorer(ChildProcess):
         calls = list(self._unfinished.items())
         self._unfinished = {}
         reason = self._end_child()
-        return reason, dict(calls[: self._num_at_once]), dict(calls[self._num_at_once :])
+        # They begin in order.
+        begun = dict(calls[: self._num_at_once])
+        others = dict(calls[self._num_at_once :])
+        return reason, begun, others
 
     # In the child
 
@@ -145,17 +148,21 @@ class _Scorer(ChildProcess):
             return error
 
     async def _make_calls(
-        self, calls: list[tuple[int, RowsOfCall]], send: Callable[[int, Outcome], None]
+        self,
+        calls: list[tuple[int, RowsOfCall]],
+        send: Callable[[int, Outcome], None],
     ) -> None:
         """Make the calls, which begin in this order."""
         waiting = iter(calls)
 
         async def make_some() -> None:
             for number, call in waiting:
-                send(number, await self._outcome_async(call))
+                outcome = await self._outcome_async(call)
+                send(number, outcome)
 
         num_workers = min(self._num_at_once, len(calls))
-        await asyncio.gather(*(make_some() for _ in range(num_workers)))
+        workers = [make_some() for _ in range(num_workers)]
+        await asyncio.gather(*workers)
 
     async def _outcome_async(self, call: RowsOfCall) -> Outcome:
         """The same as `_outcome`, within the time limit."""
@@ -315,9 +322,10 @@ class ScoringProcesses:
     def _end(self, child: _Scorer, current: _Round, problem: str | None = None) -> None:
         """End a child that a call holds up, or that has ended by itself."""
         reason, begun, others = child.end()
+        what = problem or f"the function ended its process ({reason})"
         for number, call in current.take_back(begun, others).items():
-            what = problem or f"the function ended its process ({reason})"
-            self._store(current, number, self._function.failure(what, call))
+            failure = self._function.failure(what, call)
+            self._store(current, number, failure)
 
     def _store(self, current: _Round, number: int, outcome: Outcome) -> None:
         """Keep the outcome of a call. Raises it if it is an error that ends the run."""
@@ -343,8 +351,11 @@ def calls_at_once(
     num_calls = keys.max_concurrency
     if num_calls is None:
         num_calls = ASYNC_CALLS if function.is_async else num_ranks
-    num_calls, num_left = divmod(num_calls, num_ranks)
-    return max(num_calls + int(rank < num_left), 1)
+    share, num_left = divmod(num_calls, num_ranks)
+    # The first ranks make one more, until none is left.
+    if rank < num_left:
+        share += 1
+    return max(share, 1)
 
 
 def _too_slow(keys: CustomRewardFunctionConfig) -> str:
@@ -357,6 +368,8 @@ def _ready(children: Sequence[_Scorer]) -> list[_Scorer]:
     arrival = select.poll()  # much faster than the poll of a channel
     for child in children:
         arrival.register(child, select.POLLIN)
-    wait_s = max(min(child.left_s for child in children), 0.0)
-    ready = {fd for fd, _ in arrival.poll(math.ceil(wait_s * 1000))}
-    return [child for child in children if child.fileno() in ready]
+    least_left_s = min(child.left_s for child in children)
+    wait_ms = math.ceil(max(least_left_s, 0.0) * 1000)
+    events = arrival.poll(wait_ms)
+    ready_files = {fd for fd, _ in events}
+    return [child for child in children if child.fileno() in ready_files]

@@ -70,13 +70,15 @@ def style_of_names(names: Collection[str]) -> Style:
 def is_async(function: UserFunction) -> bool:
     """Whether the function is written with `async def`. It may also be an object with such a method
     `__call__`."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        type(function).__call__
-    )
+    if inspect.iscoroutinefunction(function):
+        return True
+    return inspect.iscoroutinefunction(type(function).__call__)
 
 
 def arguments_of(
-    style: Style, rows: Sequence[ResponseRow], answer_key: str | None = None
+    style: Style,
+    rows: Sequence[ResponseRow],
+    answer_key: str | None = None,
 ) -> dict[str, object]:
     """The arguments of one call. `answer_key` is the name of the column with the ground truth."""
     if style is Style.RESPONSE:
@@ -91,7 +93,9 @@ def arguments_of(
 
 
 def _with_columns(
-    rows: Sequence[ResponseRow], lists: dict[str, list[Any]], answer_key: str | None
+    rows: Sequence[ResponseRow],
+    lists: dict[str, list[Any]],
+    answer_key: str | None,
 ) -> dict[str, object]:
     """The arguments of style COMPLETIONS. A column that some rows do not have has None there."""
     extras = [extra or {} for extra in lists["extra_info"]]
@@ -122,7 +126,10 @@ def _completion(row: ResponseRow) -> object:
 
 
 def check_signature(
-    function: UserFunction, name: str, setting: str, kwargs: Mapping[str, object]
+    function: UserFunction,
+    name: str,
+    setting: str,
+    kwargs: Mapping[str, object],
 ) -> None:
     """Raise ConfigError if the function cannot be called in its style with these further arguments,
     which the key `custom_reward_function.reward_kwargs` sets. `setting` is the key of the function

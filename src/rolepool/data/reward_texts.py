@@ -26,16 +26,22 @@ class RewardTexts:
     def check(self, prompts: PromptSet) -> None:
         """Raise BadRow if the reward model's template cannot write the first chat."""
         columns = prompts.take([0])
-        render_chat(self._own, columns["raw_prompt"][0], columns["origin"][0], "")
+        prompt = columns["raw_prompt"][0]
+        origin = columns["origin"][0]
+        render_chat(self._own, prompt, origin, "")
 
     def tokenize(self, batch: ScoredChats) -> list[list[int]]:
         """The tokens of each row. A chat is written with the reward model's template, the response
         as its last message. If the prompt is a plain string, the text is what the policy read and
         wrote."""
-        ids = batch.input_ids.unbind()
-        columns = (batch.raw_prompt, batch.origin, ids, batch.responses())
         rows: list[dict[str, object]] = []
-        for prompt, origin, whole, response in zip(*columns, strict=True):
+        for prompt, origin, whole, response in zip(
+            batch.raw_prompt,
+            batch.origin,
+            batch.input_ids.unbind(),
+            batch.responses(),
+            strict=True,
+        ):
             is_chat = not isinstance(prompt, str)
             if is_chat:
                 answer = str(self._policy.decode(response, skip_special_tokens=True))
@@ -58,11 +64,14 @@ def reward_texts(config: Config, section: str, vocab_size: int) -> RewardTexts |
         path = policy_keys.tokenizer
     policy = tokenizer_at(name, path, policy_keys.trust_remote_code)
     folder = Path(keys.path).expanduser()
-    has_tokenizer = not folder.is_dir() or any([*folder.glob("tokenizer*"), *folder.glob("vocab*")])
+    tokenizer_files = [*folder.glob("tokenizer*"), *folder.glob("vocab*")]
+    # A name that is not a folder is one of the hub, where a model has its tokenizer.
+    has_tokenizer = not folder.is_dir() or len(tokenizer_files) > 0
     if has_tokenizer and keys.input_tokenizer is not None:
         own = tokenizer_at(f"{section}.path", keys.path, keys.trust_remote_code)
         has_same_template = own.chat_template in (None, policy.chat_template)
-        if own.get_vocab() != policy.get_vocab() or not has_same_template:
+        has_same_tokens = own.get_vocab() == policy.get_vocab()
+        if not has_same_tokens or not has_same_template:
             return RewardTexts(policy, own)
     if vocab_size < len(policy):
         fewer = f"it has {vocab_size} tokens, fewer than the policy ({len(policy)})"

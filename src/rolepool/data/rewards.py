@@ -88,13 +88,13 @@ class RewardFunction:
         self._function = function
         self._file = file
         self._answer_key = answer_key
-        self._may_leave_out = is_one_of_several and style_of(function) is not Style.RESPONSE
         self.name = name
         """Its name in error messages, which includes the key and the file of a user's function."""
         self.is_users = file is not None
         """Whether it runs code of the user."""
         self.style = style_of(function)
         self.is_async = is_async(function)
+        self._may_leave_out = is_one_of_several and self.takes_batches
 
     @property
     def takes_batches(self) -> bool:
@@ -121,7 +121,8 @@ class RewardFunction:
     def score_call(self, call: RowsOfCall) -> list[Scored]:
         """The scores of the rows of one call."""
         try:
-            result = self._function(**arguments_of(self.style, call, self._answer_key))
+            arguments = arguments_of(self.style, call, self._answer_key)
+            result = self._function(**arguments)
         except BaseException as error:  # also sys.exit(), which must not end the process silently
             raise self.failure(self._describe(error), call) from error
         return self._read(result, call)
@@ -144,8 +145,9 @@ class RewardFunction:
             return f"for {len(call)} responses, from {call[0].name} to {call[-1].name}"
         (row,) = call
         text = row.inputs["solution_str"]
+        shown = text[:SHOWN_CHARACTERS]
         begins = "begins with" if len(text) > SHOWN_CHARACTERS else "is"
-        return f"for {row.name}; the response {begins} {text[:SHOWN_CHARACTERS]!r}"
+        return f"for {row.name}; the response {begins} {shown!r}"
 
     def failure(self, problem: str, call: RowsOfCall) -> SampleError:
         """The error of a call that has this problem."""
@@ -177,7 +179,8 @@ class RewardFunction:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(self._file)]
         where = f" at {self._file.name}:{lines[-1]}" if lines else ""
-        return f"{type(error).__name__}{where}: {' '.join(str(error).split())}"
+        in_one_line = " ".join(str(error).split())
+        return f"{type(error).__name__}{where}: {in_one_line}"
 
 
 class WeightedRewards:
@@ -253,13 +256,19 @@ def score_batch(
     return reward.score_rows(rows)
 
 
-def with_overlong_penalty(scored: Scored, num_tokens: int, keys: RewardKwargsConfig) -> Scored:
+def with_overlong_penalty(
+    scored: Scored,
+    num_tokens: int,
+    keys: RewardKwargsConfig,
+) -> Scored:
     """The score with DAPO's penalty, a negative number, for a response with this number of tokens.
     It grows linearly over the last `len` tokens before `max_resp_len`, up to `penalty_factor`, and
     further after that."""
     buffer = keys.overlong_buffer_cfg
     num_free_tokens = keys.max_resp_len - buffer.len
-    penalty = min((num_free_tokens - num_tokens) / buffer.len * buffer.penalty_factor, 0.0)
+    # Negative if the response has more tokens than are free.
+    part_of_buffer = (num_free_tokens - num_tokens) / buffer.len
+    penalty = min(part_of_buffer * buffer.penalty_factor, 0.0)
     numbers = dict(scored.numbers)
     if buffer.log:
         numbers["overlong_reward"] = penalty
@@ -286,12 +295,14 @@ def _as_scored(result: object) -> Scored:
     if not isinstance(result, Mapping):
         return Scored(_as_number("the score", result), {})
     if "score" not in result:
-        raise ValueError(f"returned a dict without 'score'; it has {', '.join(map(str, result))}")
+        keys = ", ".join(map(str, result))
+        raise ValueError(f"returned a dict without 'score'; it has {keys}")
     numbers: dict[str, float] = {}
     for key, value in result.items():
         # A score that is not a number is an error, and other entries may be anything.
         if key == "score" or _is_number(value):
-            numbers[str(key)] = _as_number(str(key), value)
+            name = str(key)
+            numbers[name] = _as_number(name, value)
     answer = numbers.get("pred", result.get("pred"))
     pred = None if answer is None else str(answer)
     return Scored(numbers.pop("score"), numbers, pred)

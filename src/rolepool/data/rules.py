@@ -86,18 +86,23 @@ def strict_answer(text: str) -> str | None:
 def gsm8k_flexible(solution_str: str, ground_truth: object) -> float:
     """1 if the last number after `####` has the same value as the ground truth; currency signs are
     ignored."""
-    wanted = _as_decimal(strict_answer(str(ground_truth)) or str(ground_truth))
+    truth = str(ground_truth)
+    wanted = _as_decimal(strict_answer(truth) or truth)
     if wanted is None:
         raise DataError(
             f"the ground truth is {ground_truth!r}; the rule gsm8k_flexible needs a number"
         )
-    answers = _FLEXIBLE_ANSWER.findall(solution_str[-_TAIL_CHARACTERS:])
-    return float(bool(answers) and _as_decimal(answers[-1]) == wanted)
+    tail = solution_str[-_TAIL_CHARACTERS:]
+    answers = _FLEXIBLE_ANSWER.findall(tail)
+    if not answers:
+        return 0.0
+    return float(_as_decimal(answers[-1]) == wanted)
 
 
 def _as_decimal(text: str) -> Decimal | None:
+    plain_text = re.sub(r"[\s,$€£¥]", "", text)
     try:
-        number = Decimal(re.sub(r"[\s,$€£¥]", "", text))
+        number = Decimal(plain_text)
     except InvalidOperation:
         return None
     return number if number.is_finite() else None
@@ -161,10 +166,15 @@ def math_dapo(solution_str: str, ground_truth: object) -> dict[str, float | str]
     marked = re.findall(r"answer\s*:\s*([^\n]+)", tail, re.IGNORECASE)
     answer = ""
     if marked:
-        answer = boxed_answer(marked[-1]) or marked[-1]
+        last = marked[-1]
+        answer = boxed_answer(last) or last
     answer = normalize_latex(answer)
     is_right = answer == normalize_latex(wanted)
-    return {"score": 1.0 if is_right else -1.0, "acc": float(is_right), "pred": answer}
+    return {
+        "score": 1.0 if is_right else -1.0,
+        "acc": float(is_right),
+        "pred": answer,
+    }
 
 
 def _expected(ground_truth: object, rule: str) -> str:
@@ -255,15 +265,16 @@ def think_format(solution_str: str, ground_truth: object = None) -> float:
     """1 if the response is `<think>...</think>` and then `<answer>...</answer>` with some text,
     each once, and nothing else. The first tag may be missing, because some chat templates write it
     before the response."""
-    thoughts, end_of_thoughts, rest = (
-        solution_str.strip().removeprefix("<think>").partition("</think>")
-    )
+    text = solution_str.strip().removeprefix("<think>")
+    thoughts, end_of_thoughts, rest = text.partition("</think>")
     tagged = rest.strip()
-    if not end_of_thoughts or not (tagged.startswith("<answer>") and tagged.endswith("</answer>")):
+    is_tagged = tagged.startswith("<answer>") and tagged.endswith("</answer>")
+    if not end_of_thoughts or not is_tagged:
         return 0.0
     answer = tagged.removeprefix("<answer>").removesuffix("</answer>")
+    has_text = bool(answer.strip())
     has_other_tags = _FORMAT_TAG.search(thoughts + answer) is not None
-    return float(bool(answer.strip()) and not has_other_tags)
+    return float(has_text and not has_other_tags)
 
 
 def _graded(answer: str, is_right: bool) -> dict[str, float | str]:
@@ -311,10 +322,7 @@ def reasoning_gym(
     number if the ground truth is a number, or else the whole response.
     """
     # Not before it is needed, because the package is slow.
-    from rolepool.data.reasoning_gym import (
-        ENTRY,
-        verify,
-    )
+    from rolepool.data.reasoning_gym import ENTRY, verify
 
     entry = (extra_info or {}).get(ENTRY)
     if not isinstance(entry, dict):
@@ -364,7 +372,10 @@ def rule_for(data_source: str) -> Rule:
 
 
 def call_rule(
-    rule: Rule, solution_str: str, ground_truth: object, extra_info: dict[str, object] | None
+    rule: Rule,
+    solution_str: str,
+    ground_truth: object,
+    extra_info: dict[str, object] | None,
 ) -> Score:
     """The score of a response. Raises DataError if the rule cannot use the row."""
     if rule in RULES_WITH_EXTRA:
@@ -379,8 +390,9 @@ def rules_for(config: Config, data_source: str) -> dict[str, Rule]:
         return {}
     if config.custom_reward_function.path is not None or config.environment.name:
         return {}
-    if config.reward.functions:
-        names = [entry.function for entry in config.reward.functions]
+    entries = config.reward.functions
+    if entries:
+        names = [entry.function for entry in entries]
         return {name: RULES[name] for name in names if name in RULES}
     chosen = rule_for(data_source)
     return {name: rule for name, rule in RULES.items() if rule is chosen}

@@ -30,12 +30,12 @@ def tokenizer_at(name: str, path: str | None, trust_remote_code: bool) -> PreTra
     end-of-sequence token is used."""
     key = f"{name}={show(path)}"
     place = str(Path(str(path)).expanduser())
+    problem = f"{key}: no tokenizer can be loaded from there"
     # OSError: files are missing. ValueError, KeyError: they belong to something else.
-    with explained(
-        f"{key}: no tokenizer can be loaded from there", "give a model folder", ValueError, KeyError
-    ):
+    with explained(problem, "give a model folder", ValueError, KeyError):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            place, trust_remote_code=trust_remote_code
+            place,
+            trust_remote_code=trust_remote_code,
         )
     if tokenizer.eos_token_id is None:
         raise ConfigError(
@@ -52,7 +52,10 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> Iterato
         texts = [row["text"] for row in group]
         # A template writes special tokens itself; for a plain string the tokenizer adds them.
         encoded = tokenizer(
-            texts, add_special_tokens=not is_chat, return_attention_mask=False, verbose=False
+            texts,
+            add_special_tokens=not is_chat,
+            return_attention_mask=False,
+            verbose=False,
         )
         yield from encoded["input_ids"]
 
@@ -100,4 +103,5 @@ def truncate(token_ids: list[int], max_length: int, mode: str) -> list[int]:
     elif mode == "middle":
         num_last = max_length - max_length // 2
     num_first = max_length - num_last
-    return token_ids[:num_first] + token_ids[len(token_ids) - num_last :]
+    first_of_last = len(token_ids) - num_last
+    return token_ids[:num_first] + token_ids[first_of_last:]

@@ -61,16 +61,25 @@ def template_options(config: Config) -> TemplateOptions:
         tool = f"environment.name={config.environment.name}: the tool {name}"
         with explained(f"{tool} cannot be described", fix, Exception):  # it may raise anything
             schemas.append(get_json_schema(getattr(environment, name)))
-    return {**options, "tools": schemas} if schemas else options
+    if schemas:
+        options["tools"] = schemas
+    return options
 
 
 def call_method(
-    environment: type, state: bytes | None, name: str, arguments: dict[str, Any]
+    environment: type,
+    state: bytes | None,
+    name: str,
+    arguments: dict[str, Any],
 ) -> tuple[Any, bytes]:
     """Call a method of an instance with this state, or of a new one. Returns the result and the new
     state."""
-    instance = environment() if state is None else pickle.loads(state)  # noqa: S301  from our own process
-    result = getattr(instance, name)(**arguments)
+    if state is None:
+        instance = environment()
+    else:
+        instance = pickle.loads(state)  # noqa: S301  from our own process
+    method = getattr(instance, name)
+    result = method(**arguments)
     try:
         return result, pickle.dumps(instance)
     except Exception as error:
@@ -114,12 +123,15 @@ class ToolProcess(ChildProcess):
 
     def _serve(self, channel: Connection) -> None:
         """Run what arrives, until the parent ends."""
-        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = num_pages * resource.getpagesize() + self._memory_bytes
+        statm = Path("/proc/self/statm").read_text().split()
+        num_pages = int(statm[0])
+        used_bytes = num_pages * resource.getpagesize()
+        limit = used_bytes + self._memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         while True:
             function, arguments = channel.recv()
             try:
-                channel.send(Outcome(function(*arguments)))
+                result = function(*arguments)
+                channel.send(Outcome(result))
             except BaseException as error:  # also sys.exit(), and a result that cannot be sent
                 channel.send(Outcome(error=f"{type(error).__name__}: {one_line(error)}"))

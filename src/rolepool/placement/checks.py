@@ -90,18 +90,21 @@ def _problems_of_plan(config: Config) -> Iterator[str]:
 def find_warnings(config: Config, plan: Plan, *, on_cpus: bool) -> Iterator[str]:
     """One line for each setting that can run, but most likely is not what the user wants."""
     name = config.algorithm.adv_estimator
-    num_samples = config.actor_rollout_ref.rollout.n
-    if num_samples == 1 and "index" in ADV_ESTIMATORS.get(name, ()):
+    rollout = config.actor_rollout_ref.rollout
+    compares_responses = "index" in ADV_ESTIMATORS.get(name, ())
+    if rollout.n == 1 and compares_responses:
         reason = f"algorithm.adv_estimator={name} compares the responses to one prompt, and there is only one"
         yield f"actor_rollout_ref.rollout.n=1: {reason}; set it to 2 or more, for example 8"
     num_processes = sum(pool.counts_by_node.get(0, 0) for pool in plan.pools.values())
     cores = num_cores()
     if on_cpus and num_processes > cores:
-        reason = f"{num_processes} processes share {cores} CPU core{'s' if cores > 1 else ''} and will be slow"
-        yield f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {reason}; use fewer processes"
+        plural = "s" if cores > 1 else ""
+        setting = f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"
+        reason = f"{num_processes} processes share {cores} CPU core{plural} and will be slow"
+        yield f"{setting}: {reason}; use fewer processes"
     model = config.actor_rollout_ref.model.path
     # A chat template is a program.
-    if not config.actor_rollout_ref.rollout.ignore_eos and may_import(str(model)):
+    if not rollout.ignore_eos and may_import(str(model)):
         with suppress(RolepoolError):  # a problem of `find_problems`
             yield from read_stop_tokens(config).warnings()
 
@@ -109,7 +112,9 @@ def find_warnings(config: Config, plan: Plan, *, on_cpus: bool) -> Iterator[str]
 def find_snapshot_warnings(needed: int) -> Iterator[str]:
     """A line if the snapshots of a run on this machine, `needed` bytes, do not fit in its shared
     memory."""
-    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else 0
+    free = 0
+    if SHARED_MEMORY.exists():
+        free = shutil.disk_usage(SHARED_MEMORY).free
     if needed > free:
         what = f"snapshots need {show_bytes(needed)} of {SHARED_MEMORY}, and {show_bytes(free)} are free"
         effect = "none is taken until there is room, and if a process dies, training resumes from the last checkpoint"
@@ -123,15 +128,31 @@ def _groups(config: Config, plan: Plan, role: Role) -> Iterator[str]:
     pool_name = plan.roles[role]
     pool = plan.pools[pool_name]
     if spec.tensor_parallel is not None:
-        counts = sorted(set(pool.counts_by_node.values()))
-        yield from _divides(config, spec.tensor_parallel, counts, "per node", pool_name)
+        distinct_counts = set(pool.counts_by_node.values())
+        yield from _divides(
+            config,
+            spec.tensor_parallel,
+            counts=sorted(distinct_counts),
+            where="per node",
+            pool_name=pool_name,
+        )
     key = shard_key(spec)
     if key is not None:
-        yield from _divides(config, key, [pool.world_size], "in all", pool_name)
+        yield from _divides(
+            config,
+            key,
+            counts=[pool.world_size],
+            where="in all",
+            pool_name=pool_name,
+        )
 
 
 def _divides(
-    config: Config, key: str, counts: Sequence[int], where: str, pool_name: str
+    config: Config,
+    key: str,
+    counts: Sequence[int],
+    where: str,
+    pool_name: str,
 ) -> Iterator[str]:
     """A size of groups of ranks must divide all of these numbers of processes."""
     size: int = config.at(key)
@@ -139,9 +160,10 @@ def _divides(
     if size == WHOLE_POOL or largest % size == 0:
         return
     divisors = [str(number) for number in range(1, largest + 1) if largest % number == 0]
+    choices = " or ".join(divisors)
     processes = f"{', '.join(map(str, counts))} {where}"
     rule = f"must divide the number of processes of {pool_name} ({processes})"
-    yield f"{key}={size}: {rule}; use {' or '.join(divisors)}"
+    yield f"{key}={size}: {rule}; use {choices}"
 
 
 def _micro_batches(config: Config, plan: Plan, role: Role) -> Iterator[str]:
@@ -166,7 +188,10 @@ def _micro_batches(config: Config, plan: Plan, role: Role) -> Iterator[str]:
 
 
 def _batches(
-    config: Config, plan: Plan, role: Role, reported: set[tuple[str, int]]
+    config: Config,
+    plan: Plan,
+    role: Role,
+    reported: set[tuple[str, int]],
 ) -> Iterator[str]:
     """Every role splits the batch over its ranks, and a role that is trained splits every
     mini-batch.
@@ -277,11 +302,15 @@ def _packing(config: Config, plan: Plan, role: Role) -> Iterator[str]:
     """Models that are not known to keep packed rows apart must use padded rows."""
     spec = ROLE_SPECS[role]
     key = f"{spec.model}.use_remove_padding"
-    if spec.can_pack and spec.batched and config.at(key):
-        with suppress(model_files.ShapeUnknown):  # models that are not on disk yet
-            name = model_files.read_model_file(*model_of(config, role)).get("model_type")
-            if name is not None and name not in model_files.PACKABLE_TYPES:
-                yield f"{key}=true: models of type {name} cannot compute packed rows here; set {key}=false"
+    if not (spec.can_pack and spec.batched and config.at(key)):
+        return
+    path, overrides = model_of(config, role)
+    with suppress(model_files.ShapeUnknown):  # models that are not on disk yet
+        model_file = model_files.read_model_file(path, overrides)
+        kind = model_file.get("model_type")
+        if kind is not None and kind not in model_files.PACKABLE_TYPES:
+            problem = f"models of type {kind} cannot compute packed rows here"
+            yield f"{key}=true: {problem}; set {key}=false"
 
 
 def _environment(config: Config) -> Iterator[str]:
@@ -295,13 +324,15 @@ def _environment(config: Config) -> Iterator[str]:
 def _users_code(config: Config, key: str) -> Iterator[str]:
     """What a key names as `module:name` can be imported; if not, the importing function raises
     ConfigError."""
-    if ":" in config.at(key) and may_import(config.at(key)):
-        import_object(key, config.at(key))
+    name: str = config.at(key)
+    if ":" in name and may_import(name):
+        import_object(key, name)
     yield from ()
 
 
 def _mps(config: Config, plan: Plan) -> Iterator[str]:
-    if config.placement.mps and (config.trainer.device == "cpu" or not plan.sharing_pools):
+    on_cpus = config.trainer.device == "cpu"
+    if config.placement.mps and (on_cpus or not plan.sharing_pools):
         fix = "remove this key, or use GPUs and set a share (placement.split.share=0.5)"
         yield f"placement.mps=true: MPS is for pools that share GPUs, and there are none; {fix}"
 
@@ -351,20 +382,27 @@ def advise(
         better: list[Advice] = []
         combined = ({**base.changes, **changes} for changes in candidates)
         for changes, trial in try_changes(combined):
-            if trial.excess <= most:
-                better.append(Advice(changes, trial.excess))
+            excess = trial.excess
+            if excess <= most:
+                better.append(Advice(changes, excess))
         return sorted(better, key=lambda advice: advice.excess)
 
-    best = helpful(Advice({}, estimate.excess))
+    nothing_changed = Advice({}, estimate.excess)
+    best_first = helpful(nothing_changed)
+    # The best value for each key, or for each set of keys that are changed together.
     singles: dict[tuple[str, ...], Advice] = {}
-    for advice in best:
-        singles.setdefault(tuple(advice.changes), advice)
+    for advice in best_first:
+        keys = tuple(advice.changes)
+        singles.setdefault(keys, advice)
     for _ in range(MAX_COMBINED - 1):
-        if best and best[0].excess:
-            best = helpful(best[0])
+        if best_first and best_first[0].excess:
+            best_first = helpful(best_first[0])
     all_advice = list(singles.values())
-    if best and not best[0].excess and tuple(best[0].changes) not in singles:
-        all_advice.insert(0, best[0])
+    if best_first:
+        best = best_first[0]
+        is_new = tuple(best.changes) not in singles
+        if not best.excess and is_new:
+            all_advice.insert(0, best)
     return all_advice[:MAX_ADVICE]
 
 
@@ -415,7 +453,10 @@ def _peaks_of(estimate: MemoryEstimate, role: Role) -> Peaks:
 
 
 def _trials(
-    config: Config, gpu_memory_bytes: int | None, replan: Replan, accepted: Sequence[str]
+    config: Config,
+    gpu_memory_bytes: int | None,
+    replan: Replan,
+    accepted: Sequence[str],
 ) -> Trials:
     """A function that estimates a config with changes. It skips changes that contradict other keys,
     or that fail a check which is not in `accepted`."""
@@ -435,9 +476,11 @@ def _trials(
             plan = plans[placement]
             if plan is None or contradictions(changed):
                 continue
-            if set(find_problems(changed, plan)).difference(accepted):
+            problems = set(find_problems(changed, plan))
+            if problems.difference(accepted):
                 continue
-            yield changes, estimate_memory(changed, plan, gpu_memory_bytes)
+            estimate = estimate_memory(changed, plan, gpu_memory_bytes)
+            yield changes, estimate
 
     return try_changes
 
@@ -471,5 +514,9 @@ def _divisions(config: Config) -> Iterator[Changes]:
     """Other ways to divide the same GPUs."""
     yield {"placement.strategy": "standard"}
     yield {"placement.strategy": "split"}
-    for actor_gpus in range(1, min(config.trainer.n_gpus_per_node, 9)):
-        yield {"placement.strategy": "split", "placement.split.actor_gpus_per_node": actor_gpus}
+    most = min(config.trainer.n_gpus_per_node, 9)
+    for actor_gpus in range(1, most):
+        yield {
+            "placement.strategy": "split",
+            "placement.split.actor_gpus_per_node": actor_gpus,
+        }

@@ -64,8 +64,9 @@ class MicroBatch:
         are about equal."""
         if self.rows is not None:
             return min(self.rows, num_rows)
-        count = -(-num_rows // max(1, self.tokens // length))
-        return -(-num_rows // count)
+        rows_that_fit = max(1, self.tokens // length)
+        num_micro_batches = -(-num_rows // rows_that_fit)
+        return -(-num_rows // num_micro_batches)
 
 
 def default_micro_batches(config: Config, role: Role) -> dict[str, MicroBatch]:
@@ -85,7 +86,11 @@ def default_micro_batches(config: Config, role: Role) -> dict[str, MicroBatch]:
         if operation.trains:
             recomputes = config.at(ROLE_SPECS[role].model).enable_gradient_checkpointing
         sizes[operation.name] = MicroBatch(
-            keys, rows, tokens, is_chosen=is_chosen, recomputes=recomputes
+            keys=keys,
+            rows=rows,
+            tokens=tokens,
+            is_chosen=is_chosen,
+            recomputes=recomputes,
         )
     return sizes
 
@@ -331,22 +336,34 @@ class HeldModel:
         shape = self.shape
         loaded = self.loaded
         num_logit_tokens = int(num_tokens * self.logit_share)
-        optimizer = 0 if self.fsdp.optimizer_offload else loaded.optimizer
-        loaded = replace(loaded, optimizer=optimizer)
-        gathered = self.gathered_bytes if self.trained or self.num_shards > 1 else 0
-        in_pass = replace(loaded, weights=loaded.weights + gathered)
-        in_mlp = BF16 * num_tokens * (2 * shape.hidden_size + 3 * shape.mlp_width)
-        after = BF16 * (num_tokens + num_logit_tokens) * shape.hidden_size
+        is_sharded = self.num_shards > 1
+        if self.fsdp.optimizer_offload:
+            loaded = replace(loaded, optimizer=0)
+        in_pass = loaded
+        if self.trained or is_sharded:
+            weights = loaded.weights + self.gathered_bytes
+            in_pass = replace(loaded, weights=weights)
+        features_in_mlp = 2 * shape.hidden_size + 3 * shape.mlp_width
+        num_hidden_states = num_tokens + num_logit_tokens
         moments = [
-            replace(in_pass, activations=in_mlp),
-            replace(in_pass, activations=after, logits=self._logit_bytes(num_logit_tokens)),
+            replace(
+                in_pass,
+                activations=BF16 * num_tokens * features_in_mlp,
+            ),
+            replace(
+                in_pass,
+                activations=BF16 * num_hidden_states * shape.hidden_size,
+                logits=self._logit_bytes(num_logit_tokens),
+            ),
         ]
-        if self.num_shards > 1:
-            moments.append(replace(loaded, weights=loaded.weights + self.gathering_bytes))
+        if is_sharded:
+            weights = loaded.weights + self.gathering_bytes
+            moments.append(replace(loaded, weights=weights))
         return max(moments, key=lambda memory: memory.working)
 
     def _logit_bytes(self, num_logit_tokens: int) -> int:
-        return BF16 * min(num_logit_tokens * self.shape.vocab_size, LOGITS_AT_ONCE)
+        num_logits = num_logit_tokens * self.shape.vocab_size
+        return BF16 * min(num_logits, LOGITS_AT_ONCE)
 
     def memory(self, size: MicroBatch, num_rows: int, num_tokens: int) -> RoleMemory:
         """The peak of an operation on `num_rows` rows, whose micro-batches have up to `num_tokens`
@@ -354,9 +371,14 @@ class HeldModel:
         if size.recomputes is None:
             memory = self.scoring(num_tokens)
         else:
-            accumulates = num_tokens < num_rows * self.length
-            memory = self.training(num_tokens, recomputes=size.recomputes, accumulates=accumulates)
-        mask = 0 if self.packed else MASK_BYTES * num_tokens * self.length
+            memory = self.training(
+                num_tokens,
+                recomputes=size.recomputes,
+                accumulates=num_tokens < num_rows * self.length,
+            )
+        if self.packed:
+            return memory
+        mask = MASK_BYTES * num_tokens * self.length
         return replace(memory, activations=memory.activations + mask)
 
     def choose(self, size: MicroBatch, num_rows: int, room: int | None) -> MicroBatch:
@@ -370,10 +392,13 @@ class HeldModel:
             loaded = self.loaded.working
             if room <= loaded:
                 return False
-            most_tokens = size.tokens if size.rows is None else size.rows * self.length
+            if size.rows is None:
+                most_tokens = size.tokens
+            else:
+                most_tokens = size.rows * self.length
             num_tokens = min(num_rows * self.length, most_tokens)
-            needed = self.memory(size, num_rows, num_tokens).working - loaded
-            return needed <= USABLE * (room - loaded)
+            peak = self.memory(size, num_rows, num_tokens).working
+            return peak - loaded <= USABLE * (room - loaded)
 
         if size.is_chosen:
             # From large to small, so that those that fit come last.
@@ -485,7 +510,11 @@ def held_model(config: Config, role: Role, dims: ParallelDims) -> HeldModel:
 
 
 def _role_memory(
-    config: Config, plan: Plan, role: Role, limit: int | None, room: int | None
+    config: Config,
+    plan: Plan,
+    role: Role,
+    limit: int | None,
+    room: int | None,
 ) -> tuple[RoleMemory, dict[str, MicroBatch]]:
     """The memory of a role and its micro-batches, in a pool that has `limit` bytes of each GPU,
     `room` of them free.
@@ -497,16 +526,23 @@ def _role_memory(
     dims = plan.dims_of(config, role)
     batch_rows = -(-config.rows_of_step // dims.dp)
     if not spec.batched:
-        num_sequences = min(batch_rows, rollout.max_num_seqs)
-        shape = shape_of(config, role)
-        return generation_memory(config, shape, dims, num_sequences, limit, room), {}
+        memory = generation_memory(
+            config,
+            shape_of(config, role),
+            dims,
+            num_sequences=min(batch_rows, rollout.max_num_seqs),
+            limit=limit,
+            room=room,
+        )
+        return memory, {}
     held = held_model(config, role, dims)
-    memories = []
+    memories: list[RoleMemory] = []
     sizes = default_micro_batches(config, role)
     for operation, size in sizes.items():
         num_rows = batch_rows
         if size.recomputes is not None:
-            num_rows = -(-config.rows_of_mini_batch(config.at(spec.section)) // dims.dp)
+            rows_of_mini_batch = config.rows_of_mini_batch(config.at(spec.section))
+            num_rows = -(-rows_of_mini_batch // dims.dp)
         chosen = held.choose(size, num_rows, room)
         num_tokens = held.length * chosen.most_rows(num_rows, held.length)
         memories.append(held.memory(chosen, num_rows, num_tokens))
@@ -532,21 +568,27 @@ def snapshot_bytes(config: Config, plan: Plan) -> int:
     # of the last one.
     nodes: dict[int, None] = {}
     for pool in plan.pools.values():
-        nodes.update(dict.fromkeys(slot.node for slot in pool.slots))
+        for slot in pool.slots:
+            nodes[slot.node] = None
     needed: Counter[int] = Counter()
     for role in plan.roles:
         if not ROLE_SPECS[role].is_trained:
             continue
         with suppress(ShapeUnknown):
-            held = held_model(config, role, plan.dims_of(config, role))
-            num_shards = _snapshot_shards(plan.pool_of(role), held.num_shards, list(nodes))
-            for node, count in num_shards.items():
-                bytes_of_all = SNAPSHOT_BYTES_PER_PARAM * held.num_params * count
+            dims = plan.dims_of(config, role)
+            held = held_model(config, role, dims)
+            shards_of_nodes = _snapshot_shards(plan.pool_of(role), held.num_shards, list(nodes))
+            for node, num_shards in shards_of_nodes.items():
+                bytes_of_all = SNAPSHOT_BYTES_PER_PARAM * held.num_params * num_shards
                 needed[node] += bytes_of_all // held.num_shards
     return max(needed.values(), default=0)
 
 
-def _snapshot_shards(pool: ResourcePool, num_shards: int, nodes: Sequence[int]) -> dict[int, int]:
+def _snapshot_shards(
+    pool: ResourcePool,
+    num_shards: int,
+    nodes: Sequence[int],
+) -> dict[int, int]:
     """The most shards of snapshots that each node has at a time, for a role in this pool."""
     # Replicas write nothing.
     num_written = Counter(slot.node for slot in pool.slots[:num_shards])
@@ -606,9 +648,8 @@ def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) ->
     it. If it is None, micro-batches are chosen for a GPU with enough memory."""
     estimate = MemoryEstimate({}, {}, {})
     for name, pool in plan.pools.items():
-        if gpu_memory_bytes is None:
-            limit = None
-        else:
+        limit: int | None = None
+        if gpu_memory_bytes is not None:
             limit = int(gpu_memory_bytes * pool.share)
         # First what each role needs at least, because the room of a role is what the others leave.
         least: dict[Role, RoleMemory] = {}
@@ -621,9 +662,8 @@ def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) ->
         idle = sum(memory.idle for memory in least.values())
         chosen: dict[Role, RoleMemory] = {}
         for role, memory in least.items():
-            if limit is None:
-                room = None
-            else:
+            room: int | None = None
+            if limit is not None:
                 idle_of_others = idle - memory.idle
                 room = limit - PROCESS_OVERHEAD_BYTES - idle_of_others
             chosen[role], sizes = _role_memory(config, plan, role, limit, room)
@@ -648,5 +688,6 @@ def peak_by_role(roles: Mapping[Role, RoleMemory]) -> dict[Role, int]:
     idle = sum(memory.idle for memory in roles.values())
     peaks: dict[Role, int] = {}
     for role, memory in roles.items():
-        peaks[role] = PROCESS_OVERHEAD_BYTES + memory.working + idle - memory.idle
+        idle_of_others = idle - memory.idle
+        peaks[role] = PROCESS_OVERHEAD_BYTES + memory.working + idle_of_others
     return peaks

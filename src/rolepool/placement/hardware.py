@@ -47,12 +47,17 @@ def _bad_inventory(text: str) -> ConfigError:
 
 def parse_memory(text: str) -> int:
     """Bytes from `80`, `80GiB` or `141GB`. A number without a unit is in GiB."""
+    number = 0.0
+    unit = ""
     match = re.fullmatch(r"\s*(\d{1,7}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].lower() not in MEMORY_UNITS or float(match[1]) == 0:
+    if match is not None:
+        number = float(match[1])
+        unit = match[2].lower()
+    if number == 0 or unit not in MEMORY_UNITS:
         raise ConfigError(
             f"--gpu-memory {text!r}: write the memory of one GPU, such as 80 (GiB), 80GiB or 141GB"
         )
-    return int(float(match[1]) * MEMORY_UNITS[match[2].lower()])
+    return int(number * MEMORY_UNITS[unit])
 
 
 def detect_gpu_memory() -> int | None:

@@ -79,7 +79,7 @@ class ResourcePoolManager:
         self._read_pools(problems)
         homes = self._read_homes(problems)
         PlacementError.raise_if_any(problems)
-        # In the order of the role table, whatever the order of the mapping.
+        # In the order of the role table, whatever the order of the mapping is.
         for role in ROLE_SPECS:
             if role in homes:
                 self.roles[role] = homes[role]
@@ -196,13 +196,13 @@ class Schedule:
         overlapping: set[frozenset[str]] = set()
         for first, second in self.independent:
             if pools(first).isdisjoint(pools(second)):
-                overlapping.add(frozenset([first.operation, second.operation]))
+                names = frozenset([first.operation, second.operation])
+                overlapping.add(names)
 
         # The driver's own work has no role, and is not shown.
-        operations: dict[str, None] = {}
-        for call in self.calls:
-            if call.roles:
-                operations[call.operation] = None
+        shown = [call.operation for call in self.calls if call.roles]
+        # Each operation once, in the order of the step.
+        operations = dict.fromkeys(shown)
         in_order = combinations(operations, 2)
         return [pair for pair in in_order if frozenset(pair) in overlapping]
 
@@ -290,21 +290,26 @@ class PlanHistory(BaseModel):
 def _why_impossible(planned: PlannedSteps) -> str | None:
     """Why no run can have such a plan; None if one can."""
     plan = planned.plan
-    nodes = plan.gpus_per_node
-    counts_are_possible = all(0 <= count <= MAX_GPUS_PER_NODE for count in nodes)
-    if not 1 <= len(nodes) <= MAX_NODES or not counts_are_possible:
+    num_nodes = len(plan.gpus_per_node)
+    counts_are_possible = all(0 <= count <= MAX_GPUS_PER_NODE for count in plan.gpus_per_node)
+    if not 1 <= num_nodes <= MAX_NODES or not counts_are_possible:
         return "has an impossible number of nodes or GPUs"
-    if not plan.pools or not plan.pools.keys() >= set(plan.roles.values()):
+    homes = set(plan.roles.values())
+    if not plan.pools or not plan.pools.keys() >= homes:
         return "has no pools, or lacks the pool of a role"
     for name, pool in plan.pools.items():
-        is_complete = len(pool.slots) > 0 and len(pool.slots) == pool.world_size
-        is_on_nodes = all(0 <= slot.node < len(nodes) for slot in pool.slots)
-        if not (is_complete and is_on_nodes and 0 < pool.share <= 1):
+        num_slots = len(pool.slots)
+        is_complete = num_slots > 0 and num_slots == pool.world_size
+        is_on_nodes = all(0 <= slot.node < num_nodes for slot in pool.slots)
+        has_share = 0 < pool.share <= 1
+        if not (is_complete and is_on_nodes and has_share):
             return f"has an impossible pool {name!r}"
-    if planned.schedule is not None:
-        for position, call in enumerate(planned.schedule.calls):
-            if any(earlier not in range(position) for earlier in call.after):
-                return "has a call that waits for a later one"
+    if planned.schedule is None:
+        return None
+    for position, call in enumerate(planned.schedule.calls):
+        earlier_calls = range(position)
+        if any(number not in earlier_calls for number in call.after):
+            return "has a call that waits for a later one"
     return None
 
 
@@ -323,10 +328,15 @@ def place(
     for name, pool in manager.resource_pool_dict.items():
         roles = tuple(role for role, home in manager.roles.items() if home == name)
         with collected(problems):
-            pools[name] = replace(pool, slots=_take_slots(name, pool, left), roles=roles)
+            slots = _take_slots(name, pool, left)
+            pools[name] = replace(pool, slots=slots, roles=roles)
     PlacementError.raise_if_any(problems)
     return Plan(
-        gpus_per_node=tuple(gpus_per_node), device=device, pools=pools, roles=manager.roles, mps=mps
+        gpus_per_node=tuple(gpus_per_node),
+        device=device,
+        pools=pools,
+        roles=manager.roles,
+        mps=mps,
     )
 
 
@@ -340,7 +350,11 @@ def _take_slots(name: str, pool: ResourcePool, left: list[list[float]]) -> tuple
     # The slots of each node that have enough room.
     free: list[list[Slot]] = []
     for node, parts in enumerate(left):
-        free.append([Slot(node, gpu) for gpu, part in enumerate(parts) if part >= needed_part])
+        free_of_node: list[Slot] = []
+        for gpu, part in enumerate(parts):
+            if part >= needed_part:
+                free_of_node.append(Slot(node, gpu))
+        free.append(free_of_node)
     slots: list[Slot] = []
     first_node = 0
     for count in pool.per_node:
@@ -359,7 +373,11 @@ def _take_slots(name: str, pool: ResourcePool, left: list[list[float]]) -> tuple
 
 
 def _not_enough(
-    name: str, pool: ResourcePool, count: int, free: list[list[Slot]], first_node: int
+    name: str,
+    pool: ResourcePool,
+    count: int,
+    free: list[list[Slot]],
+    first_node: int,
 ) -> PlacementError:
     """The error if no node from `first_node` on has `count` free GPUs for a pool."""
     part = "" if pool.share == 1 else f" with {pool.share:g} of each free"

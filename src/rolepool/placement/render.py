@@ -93,10 +93,16 @@ class PlanSummary:
             console.width = max(console.width, MIN_WIDTH)
         else:
             console.width = MIN_WIDTH
-        parts: list[RenderableType] = [Text(_headline(plan), style="bold"), ""]
-        parts += [*_grid(plan), _pool_table(plan, memory), ""]
+        parts: list[RenderableType] = [
+            Text(_headline(plan), style="bold"),
+            "",
+            *_grid(plan),
+            _pool_table(plan, memory),
+            "",
+        ]
         if memory.pools and plan.device != "cpu":
-            parts.extend([_memory_table(plan, memory), ""])
+            parts.append(_memory_table(plan, memory))
+            parts.append("")
         lines: list[Text] = []
         for title, text in _notes(self):
             lines.append(Text.assemble((f"{title}: ", "bold"), text))
@@ -104,7 +110,8 @@ class PlanSummary:
             lines.append(Text(warning, style="yellow"))
         for line in lines:
             if len(line) > console.width:
-                line = Text("\n    ").join(line.wrap(console, console.width - 4))
+                pieces = line.wrap(console, console.width - 4)
+                line = Text("\n    ").join(pieces)
             parts.append(line)
         with console.capture() as capture:
             console.print(Group(*parts))
@@ -113,21 +120,27 @@ class PlanSummary:
     def to_json(self) -> str:
         """What `rolepool plan --json` prints."""
         memory = self.memory
+        pools: dict[str, object] = {}
+        for name, pool in memory.pools.items():
+            pools[name] = _pool_json(pool)
+        micro_batches: dict[str, object] = {}
+        for operation, size in memory.micro_batches.items():
+            micro_batches[operation] = _size_json(size)
+        advice: list[dict[str, str | int]] = []
+        for item in self.advice:
+            advice.append({"override": item.override, "excess_bytes": item.excess})
+
         document = self.plan.model_dump(mode="json")
         document["overlaps"] = self.overlaps
-        sizes = memory.micro_batches.items()
         document["memory"] = {
-            "pools": {name: _pool_json(pool) for name, pool in memory.pools.items()},
-            "micro_batches": {operation: _size_json(size) for operation, size in sizes},
+            "pools": pools,
+            "micro_batches": micro_batches,
             "unknown": memory.unknown,
             "snapshot_bytes": self.snapshot_bytes,
         }
         document["engines"] = dict(self.engines)
         document["settings"] = dict(self.settings)
         document["problems"] = list(self.problems)
-        advice: list[dict[str, str | int]] = []
-        for item in self.advice:
-            advice.append({"override": item.override, "excess_bytes": item.excess})
         document["advice"] = advice
         return json.dumps(document, indent=2)
 
@@ -135,7 +148,10 @@ class PlanSummary:
 def _pool_json(pool: PoolMemory) -> dict[str, object]:
     roles: dict[str, dict[str, int]] = {}
     for role, memory in pool.roles.items():
-        roles[role] = {f"{column}_bytes": getattr(memory, column) for column in MEMORY_COLUMNS}
+        figures: dict[str, int] = {}
+        for column in MEMORY_COLUMNS:
+            figures[f"{column}_bytes"] = getattr(memory, column)
+        roles[role] = figures
     return {
         "roles": roles,
         "overhead_bytes": PROCESS_OVERHEAD_BYTES,
@@ -182,7 +198,13 @@ def _table(*titles: str, numbers: Sequence[str] = (), gap: int = 2) -> Table:
         columns.append(Column(title, overflow="fold", no_wrap=title in NO_WRAP))
     for title in numbers:
         columns.append(Column(title, justify="right", vertical="bottom", no_wrap=True))
-    return Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+    return Table(
+        *columns,
+        box=None,
+        pad_edge=False,
+        padding=(0, gap, 0, 0),
+        header_style="dim",
+    )
 
 
 def _grid(plan: Plan) -> list[RenderableType]:
@@ -193,7 +215,8 @@ def _grid(plan: Plan) -> list[RenderableType]:
         grid.append([[] for _ in range(num_gpus)])
     for index, pool in enumerate(plan.pools.values()):
         for rank, slot in enumerate(pool.slots):
-            grid[slot.node][slot.gpu].append((index, rank))
+            processes_of_gpu = grid[slot.node][slot.gpu]
+            processes_of_gpu.append((index, rank))
 
     def pools_on(node: int) -> list[list[int]]:
         """The pools on each GPU of a node. Nodes with equal lists look the same."""
@@ -221,12 +244,15 @@ def _grid(plan: Plan) -> list[RenderableType]:
     for _, group in groupby(range(len(grid)), key=pools_on):
         nodes = list(group)
         if len(nodes) > MAX_ROWS_ALIKE:
-            add_row(f"{nodes[0]}-{nodes[-1]}", nodes[0], with_rank=False)
+            first = nodes[0]
+            last = nodes[-1]
+            add_row(f"{first}-{last}", first, with_rank=False)
             continue
         for node in nodes:
             add_row(str(node), node, with_rank=True)
-    if width > MAX_COLUMNS:
-        return [table, "", f"... {width - MAX_COLUMNS} more", ""]
+    num_hidden = width - MAX_COLUMNS
+    if num_hidden > 0:
+        return [table, "", f"... {num_hidden} more", ""]
     return [table, ""]
 
 
@@ -289,12 +315,14 @@ def _memory_table(plan: Plan, estimate: MemoryEstimate) -> Table:
         if name not in estimate.pools:
             continue
         style = _letter(index).style
-        for role, memory in estimate.pools[name].roles.items():
+        pool = estimate.pools[name]
+        for role, memory in pool.roles.items():
             cells: list[str] = []
             for column in MEMORY_COLUMNS:
                 figure = getattr(memory, column) / GIB
                 cells.append(f"{figure:.1f}" if figure else ".")
-            table.add_row(Text(role, style=style), *cells)
+            title = Text(role, style=style)
+            table.add_row(title, *cells)
     return table
 
 
@@ -334,13 +362,16 @@ def _notes(summary: PlanSummary) -> Iterator[tuple[str, str]]:
 
 def _memory_notes(estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
     """How large micro-batches are, and what is not known about memory."""
-    sizes = {name: _size_in_words(size) for name, size in estimate.micro_batches.items()}
-    for line in _grouped(sizes.items()):
+    sizes: list[tuple[str, str]] = []
+    for operation, size in estimate.micro_batches.items():
+        sizes.append((operation, _size_in_words(size)))
+    for line in _grouped(sizes):
         yield "micro-batches", line
     for line in _grouped(estimate.unknown.items()):
         yield "memory unknown", line
     # The pools have a limit each, or none has one.
-    if estimate.pools and all(pool.limit is None for pool in estimate.pools.values()):
+    limits = [pool.limit for pool in estimate.pools.values()]
+    if limits and all(limit is None for limit in limits):
         reason = "the GPU's memory is not known, so sizes are for a GPU with enough memory"
         yield "memory", f"{reason}; set --gpu-memory"
 

@@ -31,14 +31,16 @@ step itself. Operations of added roles come last."""
 def register_role(spec: RoleSpec) -> None:
     """Add a role: all that is derived from the table then works for it, and its keys are
     `roles.NAME.*`."""
-    for name in [spec.name, *(operation.name for operation in spec.operations)]:
-        if name in {*ROLE_SPECS, *COMBINED_ROLES, *OPERATIONS}:
+    operations = {operation.name: operation for operation in spec.operations}
+    used_names = {*ROLE_SPECS, *COMBINED_ROLES, *OPERATIONS}
+    for name in [spec.name, *operations]:
+        if name in used_names:
             raise ConfigError(
                 f"register_role: the name {name} is already used; choose another name"
             )
     add_role_keys(spec.name, spec.settings)
     ROLE_SPECS[Role(spec.name)] = spec
-    OPERATIONS.update({operation.name: operation for operation in spec.operations})
+    OPERATIONS.update(operations)
 
 
 def operation_of(role: Role, method: str) -> str:

@@ -22,7 +22,10 @@ CRITIC_POOL = "critic_pool"
 
 
 def build_plan(
-    config: Config, gpus_per_node: Sequence[int] | None = None, *, take_all: bool = False
+    config: Config,
+    gpus_per_node: Sequence[int] | None = None,
+    *,
+    take_all: bool = False,
 ) -> Plan:
     """The plan of a config. Raises PlacementError if its pools and roles cannot be placed.
 
@@ -32,19 +35,26 @@ def build_plan(
     """
     wanted = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
     inventory = wanted if gpus_per_node is None else tuple(gpus_per_node)
-    name = config.placement.strategy
+    strategy = config.placement.strategy
     needed, unused = needed_roles(config)
-    manager = _pools_of(name, config, inventory if take_all else wanted)
+    divided = inventory if take_all else wanted
+    manager = _pools_of(strategy, config, divided)
     problems: list[str] = []
     missing = [role for role in needed if role not in manager.roles]
     if missing:
+        without_pool = ", ".join(missing)
         pools = ", ".join(manager.resource_pool_dict)
         fix = f"give each role one of {pools} (placement.roles.{missing[0]}=POOL)"
-        problems.append(f"placement.strategy={name}: no pool for {', '.join(missing)}; {fix}")
+        problems.append(f"placement.strategy={strategy}: no pool for {without_pool}; {fix}")
     problems.extend(_useless_pools(manager, unused))
     PlacementError.raise_if_any(problems)
-    manager = replace(manager, mapping={role: manager.roles[role] for role in needed})
-    plan = place(manager, inventory, device=config.trainer.device, mps=config.placement.mps)
+    homes = {role: manager.roles[role] for role in needed}
+    plan = place(
+        replace(manager, mapping=homes),
+        inventory,
+        device=config.trainer.device,
+        mps=config.placement.mps,
+    )
     return plan.model_copy(update={"unused_roles": unused})
 
 
@@ -89,7 +99,9 @@ def _pools_of(strategy: str, config: Config, gpus_per_node: Sequence[int]) -> Re
 
 def standard(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
     """One pool on all GPUs, all roles in it."""
-    return ResourcePoolManager({GLOBAL_POOL: gpus_per_node}, dict.fromkeys(ROLE_SPECS, GLOBAL_POOL))
+    pools = {GLOBAL_POOL: gpus_per_node}
+    roles = dict.fromkeys(ROLE_SPECS, GLOBAL_POOL)
+    return ResourcePoolManager(pools, roles)
 
 
 def split(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
@@ -119,9 +131,10 @@ def custom(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
         reason = "placement.strategy=custom needs pools, such as placement.pools.big=[4]"
         raise PlacementError(f"placement.pools={{}}: {reason}")
     pools = {name: pool.model_dump() for name, pool in placement.pools.items()}
+    homes: dict[str, str] = placement.roles.model_dump(exclude_none=True)
     mapping: dict[Role, str] = {}
-    for role, pool in placement.roles.model_dump(exclude_none=True).items():
-        mapping[Role(role)] = pool
+    for name, home in homes.items():
+        mapping[Role(name)] = home
     return ResourcePoolManager(pools, mapping)
 
 
@@ -149,7 +162,9 @@ def _divide(config: Config, gpus_per_node: Sequence[int]) -> tuple[list[int], li
         actor = _divide_nodes(wish, gpus_per_node)
     else:
         actor = _divide_gpus(wish, gpus_per_node)
-    critic = [num_gpus - taken for num_gpus, taken in zip(gpus_per_node, actor, strict=True)]
+    critic: list[int] = []
+    for num_gpus, num_taken in zip(gpus_per_node, actor, strict=True):
+        critic.append(num_gpus - num_taken)
     return actor, critic
 
 
@@ -181,12 +196,14 @@ def _divide_gpus(wish: SplitConfig, gpus_per_node: Sequence[int]) -> list[int]:
     wanted = wish.actor_gpus_per_node
     if wanted is None:
         # Each node is halved, so one node with two GPUs is enough.
-        if max(counts) < 2:
-            raise _nothing_left(f"axis={wish.axis}", "GPU", max(counts), other_axis="node")
+        most = max(counts)
+        if most < 2:
+            raise _nothing_left(f"axis={wish.axis}", "GPU", most, other_axis="node")
         return [math.ceil(num_gpus / 2) for num_gpus in gpus_per_node]
-    if wanted >= min(counts):
+    fewest = min(counts)
+    if wanted >= fewest:
         setting = f"actor_gpus_per_node={wanted}"
-        raise _nothing_left(setting, "GPU", min(counts), other_axis="node")
+        raise _nothing_left(setting, "GPU", fewest, other_axis="node")
     # A node without GPUs has none for the actor, either.
     return [min(wanted, num_gpus) for num_gpus in gpus_per_node]
 

@@ -53,14 +53,17 @@ class TypedBatch:
             raise DataError(
                 f"{cls.__name__} need the columns {missing}; this batch has {sorted(columns)}"
             )
-        return cls(**{name: columns[name] for name in cls.names() if name in columns})
+        own_columns = {name: columns[name] for name in cls.names() if name in columns}
+        return cls(**own_columns)
 
     def to_proto(self) -> DataProto:
         """The batch with these columns, without those that are None."""
-        columns = {name: getattr(self, name) for name in self.names()}
-        return DataProto.from_single_dict(
-            {name: column for name, column in columns.items() if column is not None}
-        )
+        columns: dict[str, object] = {}
+        for name in self.names():
+            column = getattr(self, name)
+            if column is not None:
+                columns[name] = column
+        return DataProto.from_single_dict(columns)
 
 
 # Prompts

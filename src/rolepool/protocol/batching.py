@@ -26,7 +26,8 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     pad_size = -len(data) % size_divisor
     if pad_size == 0:
         return data, 0
-    return data.select_idxs(torch.arange(len(data) + pad_size) % len(data)), pad_size
+    rows = torch.arange(len(data) + pad_size) % len(data)
+    return data.select_idxs(rows), pad_size
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
@@ -53,29 +54,35 @@ def pad_rows(data: DataProto, num_rows: int) -> DataProto:
     """
     if num_rows == 0:
         return data
+    num_real = len(data)
     padded = data.select()
     if padded.batch is None:
-        padded.batch = TensorDict({}, [len(data)])
-    padded.batch.setdefault(IS_PADDING_KEY, torch.zeros(len(data), dtype=torch.bool))
+        padded.batch = TensorDict({}, [num_real])
+    no_padding = torch.zeros(num_real, dtype=torch.bool)
+    padded.batch.setdefault(IS_PADDING_KEY, no_padding)
     padded.padding(num_rows, "first")
-    padded.batch[IS_PADDING_KEY][len(data) :] = True
+    padded.batch[IS_PADDING_KEY][num_real:] = True
     for key, column in padded.columns().items():
-        if not key.endswith(("mask", "weight", "weights")) or key.endswith("attention_mask"):
+        counts_tokens = key.endswith(("mask", "weight", "weights"))
+        if not counts_tokens or key.endswith("attention_mask"):
             continue
         if isinstance(column, torch.Tensor):
-            for row in column.unbind()[len(data) :]:
+            # One row after another, because a ragged column cannot be indexed with a slice.
+            for row in column.unbind()[num_real:]:
                 row.zero_()
         elif column.dtype.kind in "biufc":
-            column[len(data) :] = 0
+            column[num_real:] = 0
     return padded
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """[rows, ...] as [new_batch_size, rows // new_batch_size, ...]: groups of neighbouring rows
     become rows."""
-    if new_batch_size < 1 or len(data) % new_batch_size:
-        raise DataError(f"{len(data)} rows cannot be folded into {new_batch_size}")
-    return _reshape(data, 1, [new_batch_size, len(data) // new_batch_size])
+    num_rows = len(data)
+    if new_batch_size < 1 or num_rows % new_batch_size:
+        raise DataError(f"{num_rows} rows cannot be folded into {new_batch_size}")
+    group_size = num_rows // new_batch_size
+    return _reshape(data, 1, [new_batch_size, group_size])
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
@@ -84,27 +91,36 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     columns = list(data.columns().values())
     # A batch without columns has no rows.
     shape = columns[0].shape if columns else (len(data),)
-    return _reshape(data, batch_dims, [math.prod(shape[:batch_dims])])
+    num_rows = math.prod(shape[:batch_dims])
+    return _reshape(data, batch_dims, [num_rows])
 
 
 def _reshape(data: DataProto, num_dims: int, new_dims: list[int]) -> DataProto:
     """Replace the first `num_dims` dimensions of every column."""
     columns = data.columns()
-    old_dims = {tuple(column.shape[:num_dims]) for column in columns.values()}
+    old_dims: set[tuple[int, ...]] = set()
+    are_dense = True
+    for column in columns.values():
+        old_dims.add(tuple(column.shape[:num_dims]))
+        if is_ragged(column):
+            are_dense = False
     have_all_dims = all(len(dims) == num_dims for dims in old_dims)
     have_same_dims = num_dims >= 1 and len(old_dims) <= 1 and have_all_dims
-    if not have_same_dims or any(map(is_ragged, columns.values())):
+    if not (have_same_dims and are_dense):
         shown = {key: describe(column) for key, column in columns.items()}
         raise DataError(
             f"only dense columns with the same first {num_dims} dimensions can be folded, not {shown}"
         )
     reshaped: Columns = {}
     for key, column in columns.items():
-        reshaped[key] = column.reshape(*new_dims, *column.shape[num_dims:])
-    meta_info = dict(data.meta_info)
-    if data.batch is None:
-        return DataProto.from_columns(reshaped, None, meta_info)
-    return DataProto.from_columns(reshaped, new_dims[:1], meta_info, data.batch.device)
+        other_dims = column.shape[num_dims:]
+        reshaped[key] = column.reshape(*new_dims, *other_dims)
+    batch_size = None
+    device = None
+    if data.batch is not None:
+        batch_size = new_dims[:1]
+        device = data.batch.device
+    return DataProto.from_columns(reshaped, batch_size, dict(data.meta_info), device)
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
@@ -122,7 +138,13 @@ def _batch_of_one(item: DataProtoItem) -> DataProto:
     columns: Columns = dict(arrays)
     for key, row in item.batch.items():
         if key in item.ragged_keys:
-            columns[key] = ragged(row, torch.tensor([len(row)]))
+            lengths = torch.tensor([len(row)])
+            columns[key] = ragged(row, lengths)
         else:
             columns[key] = row.unsqueeze(0)
-    return DataProto.from_columns(columns, [1, *item.batch.batch_size], {}, item.batch.device)
+    return DataProto.from_columns(
+        columns,
+        batch_size=[1, *item.batch.batch_size],
+        meta_info={},
+        device=item.batch.device,
+    )

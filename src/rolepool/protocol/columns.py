@@ -20,7 +20,7 @@ that column it sampled all of them.
 Does not know DataProto.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeGuard, TypeVar, cast
 
@@ -119,17 +119,20 @@ def places_of(offsets: Tensor, rows: slice | Tensor) -> tuple[slice | Tensor, Te
     """Where the values of these rows are (a slice if the rows are a slice), and the offsets of a
     column of them."""
     if isinstance(rows, slice):
-        inside = offsets[rows.start : rows.stop + 1]
-        values = slice(int(inside[0]), int(inside[-1]))
-        return values, inside - inside[0]
+        offsets_of_rows = offsets[rows.start : rows.stop + 1]
+        first = offsets_of_rows[0]
+        end = offsets_of_rows[-1]
+        values = slice(int(first), int(end))
+        return values, offsets_of_rows - first
     rows = rows.to(offsets.device)
     lengths = offsets.diff()[rows]
     new_offsets = offsets_of(lengths)
     # How far each value of a row is from where it will be.
-    shift_of_rows = offsets[:-1][rows] - new_offsets[:-1]
-    shift = torch.repeat_interleave(shift_of_rows, lengths)
-    new_places = torch.arange(len(shift), device=offsets.device)
-    return shift + new_places, new_offsets
+    old_starts = offsets[:-1][rows]
+    new_starts = new_offsets[:-1]
+    shift_of_values = torch.repeat_interleave(old_starts - new_starts, lengths)
+    new_places = torch.arange(len(shift_of_values), device=offsets.device)
+    return shift_of_values + new_places, new_offsets
 
 
 # Padded tensors
@@ -181,8 +184,11 @@ def split_tokens(batch: Mapping[str, Tensor]) -> tuple[Ragged, Ragged]:
     ids, offsets = ragged_parts(batch[INPUT_IDS])
     num_prompt = batch[NUM_PROMPT_TOKENS]
     lengths = offsets.diff()
-    ends_of_prompts = torch.repeat_interleave(offsets[:-1] + num_prompt, lengths)
-    is_prompt = torch.arange(len(ids), device=ids.device) < ends_of_prompts
+    # For each token: where the prompt of its row ends.
+    prompt_ends = offsets[:-1] + num_prompt
+    prompt_end_of_token = torch.repeat_interleave(prompt_ends, lengths)
+    places = torch.arange(len(ids), device=ids.device)
+    is_prompt = places < prompt_end_of_token
     prompts = ragged(ids[is_prompt], num_prompt)
     responses = ragged(ids[~is_prompt], lengths - num_prompt)
     return prompts, responses
@@ -212,8 +218,10 @@ def rows_of(index: object, num_rows: int) -> RowIndex:
         else:
             rows = np.asarray(index)
         if rows.ndim == 1 and (rows.size == 0 or rows.dtype.kind in "biu"):
-            # numpy makes an empty list an array of floats.
-            return torch.from_numpy(everything[rows if rows.size or rows.dtype == bool else []])
+            if rows.size == 0 and rows.dtype != bool:
+                # numpy makes an empty list an array of floats, which cannot be an index.
+                rows = rows.astype(np.int64)
+            return torch.from_numpy(everything[rows])
     except IndexError as error:
         raise RowIndexError(f"the batch has {num_rows} rows: {error}") from None
     except (TypeError, ValueError):
@@ -261,16 +269,20 @@ def join_rows(parts: Sequence[Columns]) -> Columns:
         try:
             joined[key] = _joined(columns, shared)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            raise DataError(
-                f"{key!r} cannot be concatenated: {', '.join(map(describe, columns))}"
-            ) from error
+            forms = ", ".join(map(describe, columns))
+            raise DataError(f"{key!r} cannot be concatenated: {forms}") from error
     return joined
 
 
 def _joined(columns: Sequence[Column], shared: SharedOffsets) -> Column:
     """The column with the rows of these columns, which are all of one kind."""
-    tensors = [column for column in columns if isinstance(column, Tensor)]
-    arrays = [column for column in columns if isinstance(column, np.ndarray)]
+    tensors: list[Tensor] = []
+    arrays: list[Array] = []
+    for column in columns:
+        if isinstance(column, Tensor):
+            tensors.append(column)
+        else:
+            arrays.append(column)
     if arrays and tensors:
         raise TypeError("some are tensors, others are arrays")
     if arrays:
@@ -299,41 +311,53 @@ def describe(value: object) -> str:
     return repr(value)
 
 
-def same_value(a: object, b: object, outer: frozenset[tuple[int, int]] = frozenset()) -> bool:
+def same_value(
+    a: object,
+    b: object,
+    outer: frozenset[tuple[int, int]] = frozenset(),
+) -> bool:
     """Whether two values are equal: tensors and arrays in dtype, shape and every element. NaN
     equals NaN.
 
     `outer` has the ids of the pairs that contain this pair. A value may contain itself: a pair that
     is inside itself says nothing new, so its other elements decide.
     """
-    if a is b or (id(a), id(b)) in outer:
+    if a is b:
         return True
-    same_inner = partial(same_value, outer=outer | {(id(a), id(b))})
+    pair = (id(a), id(b))
+    if pair in outer:
+        return True
+    same_inner = partial(same_value, outer=outer | {pair})
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.layout != b.layout or a.dtype != b.dtype:
-            return False
-        if is_ragged(a):
-            return same_inner(ragged_parts(a), ragged_parts(b))
-        return _same_tensor(a.cpu(), b.cpu())
+        return _same_tensor(a, b)
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if a.dtype.hasobject:
-            return all(map(same_inner, a.flat, b.flat))
-        can_be_nan = a.dtype.kind in "fcmM"
-        return bool(np.array_equal(a, b, equal_nan=can_be_nan))
+        return _same_array(a, b, same_inner)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same_inner(a[key], b[key]) for key in a)
+        if a.keys() != b.keys():
+            return False
+        return all(same_inner(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
         return all(map(same_inner, a, b))
     try:
+        if bool(a == b):
+            return True
         # A NaN is not equal to itself.
-        return bool(a == b) or bool(a != a and b != b)
+        return bool(a != a and b != b)
     except (TypeError, ValueError, RuntimeError):  # a tensor or array and something else
         return False
 
 
 def _same_tensor(a: Tensor, b: Tensor) -> bool:
+    """Whether two dense or two ragged tensors are equal, on whatever devices they are."""
+    if a.layout != b.layout or a.dtype != b.dtype:
+        return False
+    if is_ragged(a):
+        values_of_a, offsets_of_a = ragged_parts(a)
+        values_of_b, offsets_of_b = ragged_parts(b)
+        have_same_values = _same_tensor(values_of_a, values_of_b)
+        return have_same_values and _same_tensor(offsets_of_a, offsets_of_b)
+    a = a.cpu()
+    b = b.cpu()
     if torch.equal(a, b):
         return True
     if a.shape != b.shape:
@@ -342,13 +366,23 @@ def _same_tensor(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | both_nan).all())
 
 
+def _same_array(a: Array, b: Array, same_inner: Callable[[object, object], bool]) -> bool:
+    """Whether two arrays are equal. `same_inner` compares the elements of arrays of objects."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype.hasobject:
+        return all(map(same_inner, a.flat, b.flat))
+    can_be_nan = a.dtype.kind in "fcmM"
+    return bool(np.array_equal(a, b, equal_nan=can_be_nan))
+
+
 def additions(first: Mapping[str, Entry], second: Mapping[str, Entry]) -> dict[str, Entry]:
     """What a union adds to the first: the entries of the second whose keys are new. Others must be
     equal in both."""
     for key in first.keys() & second.keys():
         if not same_value(first[key], second[key]):
-            content = f"{describe(first[key])}, {describe(second[key])}"
-            raise DataError(f"{key!r} is in both batches with different content: {content}")
+            both = f"{describe(first[key])}, {describe(second[key])}"
+            raise DataError(f"{key!r} is in both batches with different content: {both}")
     return {key: value for key, value in second.items() if key not in first}
 
 
@@ -359,7 +393,9 @@ def union_tensor_dict(tensor_dict1: TensorDictBase, tensor_dict2: TensorDictBase
         size1 = f"{list(tensor_dict1.batch_size)} (keys {sorted(tensor_dict1.keys())})"
         size2 = f"{list(tensor_dict2.batch_size)} (keys {sorted(tensor_dict2.keys())})"
         raise DataError(f"a union needs equal batch sizes, not {size1} and {size2}")
-    return tensor_dict1.update(additions(dict(tensor_dict1.items()), dict(tensor_dict2.items())))
+    first = dict(tensor_dict1.items())
+    second = dict(tensor_dict2.items())
+    return tensor_dict1.update(additions(first, second))
 
 
 def union_numpy_dict(tensor_dict1: Arrays, tensor_dict2: Arrays) -> Arrays:

@@ -77,10 +77,8 @@ class DataProtoItem:
     ragged_keys: frozenset[str] = frozenset()  # `collate_fn` makes these ragged again
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Reduced:
-        return _restore, (
-            type(self),
-            encode((self.batch, self.non_tensor_batch, self.meta_info, self.ragged_keys)),
-        )
+        parts = (self.batch, self.non_tensor_batch, self.meta_info, self.ragged_keys)
+        return _restore, (type(self), encode(parts))
 
 
 @dataclass(eq=False)
@@ -131,9 +129,12 @@ class DataProto:
         batch = None
         if tensors:
             _check_tensors(tensors)
-            sizes = {key: tuple(tensor.shape[:num_batch_dims]) for key, tensor in tensors.items()}
+            sizes: dict[str, tuple[int, ...]] = {}
+            for key, tensor in tensors.items():
+                sizes[key] = tuple(tensor.shape[:num_batch_dims])
             batch_size = next(iter(sizes.values()))
-            if set(sizes.values()) != {batch_size} or len(batch_size) < num_batch_dims:
+            have_one_size = set(sizes.values()) == {batch_size}
+            if not have_one_size or len(batch_size) < num_batch_dims:
                 raise DataError(
                     f"the tensors need {num_batch_dims} batch dimensions of equal sizes, not {sizes}"
                 )
@@ -168,7 +169,8 @@ class DataProto:
                 arrays[key] = column
         if batch_size is None:
             return cls(None, arrays, meta_info)
-        return cls(TensorDict(tensors, batch_size, device=device), arrays, meta_info)
+        batch = TensorDict(tensors, batch_size, device=device)
+        return cls(batch, arrays, meta_info)
 
     @classmethod
     def from_single_dict(
@@ -235,7 +237,8 @@ class DataProto:
             result = self.batch.clone(recurse=False)
         for key, array in self.non_tensor_batch.items():
             if len(array):
-                stack = NonTensorStack(*[NonTensorData(row) for row in array])
+                rows = [NonTensorData(row) for row in array]
+                stack = NonTensorStack(*rows)
             else:
                 stack = NonTensorStack(batch_size=[])
             result.set(key, stack)
@@ -248,8 +251,8 @@ class DataProto:
     def __len__(self) -> int:
         if self.batch is not None:
             return int(self.batch.batch_size[0])
-        if self.non_tensor_batch:
-            return len(next(iter(self.non_tensor_batch.values())))
+        for array in self.non_tensor_batch.values():
+            return len(array)
         return 0
 
     def columns(self) -> Columns:
@@ -261,7 +264,12 @@ class DataProto:
             raise DataError(f"these keys are both in batch and in non_tensor_batch: {names}")
         return {**tensors, **self.non_tensor_batch}
 
-    def like(self, columns: Columns, num_rows: int, meta_info: MetaInfo | None = None) -> DataProto:
+    def like(
+        self,
+        columns: Columns,
+        num_rows: int,
+        meta_info: MetaInfo | None = None,
+    ) -> DataProto:
         """A batch with other columns and that many rows. Its type, device and meta_info are those
         of this batch."""
         if meta_info is None:
@@ -340,22 +348,28 @@ class DataProto:
             item = item.item()
         if type(item) is not int:
             return self.select_idxs(item)
-        if item not in range(-len(self), len(self)):
-            raise operations.RowIndexError(
-                f"the batch has {len(self)} rows; there is no row {item}"
-            )
-        row = item % len(self)
+        num_rows = len(self)
+        if item not in range(-num_rows, num_rows):
+            raise operations.RowIndexError(f"the batch has {num_rows} rows; there is no row {item}")
+        return self._item_at(item % num_rows)
+
+    def _item_at(self, row: int) -> DataProtoItem:
         columns = operations.take_rows(self.columns(), builtins.slice(row, row + 1))
-        ragged = frozenset(key for key, column in columns.items() if is_ragged(column))
-        values: Objects = {}
+        tensors: Objects = {}
+        objects: Objects = {}
+        ragged_keys: set[str] = set()
         for key, column in columns.items():
-            values[key] = flat_values(column) if is_ragged(column) else column[0]
-        objects = {key: values.pop(key) for key in self.non_tensor_batch}
-        if self.batch is None:
-            inner = None
-        else:
-            inner = TensorDict(values, self.batch.batch_size[1:], device=self.batch.device)
-        return DataProtoItem(inner, objects, dict(self.meta_info), ragged)
+            if is_ragged(column):
+                ragged_keys.add(key)
+                tensors[key] = flat_values(column)
+            elif isinstance(column, torch.Tensor):
+                tensors[key] = column[0]
+            else:
+                objects[key] = column[0]
+        inner = None
+        if self.batch is not None:
+            inner = TensorDict(tensors, self.batch.batch_size[1:], device=self.batch.device)
+        return DataProtoItem(inner, objects, dict(self.meta_info), frozenset(ragged_keys))
 
     def select_idxs(self, idxs: object) -> DataProto:
         """A copy of the rows with these numbers (list, array, tensor), or of those at which a bool
@@ -365,10 +379,14 @@ class DataProto:
             num_rows = rows.stop - rows.start
         else:
             num_rows = len(rows)
-        return self.like(operations.take_rows(self.columns(), rows), num_rows)
+        columns = operations.take_rows(self.columns(), rows)
+        return self.like(columns, num_rows)
 
     def slice(
-        self, start: int | None = None, end: int | None = None, step: int | None = None
+        self,
+        start: int | None = None,
+        end: int | None = None,
+        step: int | None = None,
     ) -> DataProto:
         """The rows from `start` to before `end`. They share memory with this batch if `step` is
         1."""
@@ -381,14 +399,16 @@ class DataProto:
             fix = "pad it with pad_dataproto_to_divisor, or enable auto_padding"
             raise DataError(f"{len(self)} rows cannot be split into {chunks} equal parts; {fix}")
         size, rest = divmod(len(self), chunks)
-        edges = [i * size + min(i, rest) for i in range(chunks + 1)]
+        # The first `rest` parts have one row more than the others.
+        edges = [number * size + min(number, rest) for number in range(chunks + 1)]
         return [self.slice(start, end) for start, end in itertools.pairwise(edges)]
 
     def split(self, split_size: int) -> list[DataProto]:
         """Parts of `split_size` rows, in order; the last one may be smaller."""
         if split_size < 1:
             raise DataError(f"a batch cannot be split into parts of {split_size} rows")
-        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+        starts = range(0, len(self), split_size)
+        return [self.slice(start, start + split_size) for start in starts]
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Every row `repeat_times` times, in the order 0 0 1 1 if `interleave` is true, else 0 1 0
@@ -400,13 +420,17 @@ class DataProto:
 
     def sample_level_repeat(self, repeat_times: object) -> DataProto:
         """Row i `repeat_times[i]` times, its copies next to each other."""
+        num_rows = len(self)
         counts = torch.as_tensor(repeat_times).cpu()
-        if counts.shape != (len(self),) or counts.is_floating_point() or bool((counts < 0).any()):
+        is_one_per_row = counts.shape == (num_rows,)
+        if not is_one_per_row or counts.is_floating_point() or bool((counts < 0).any()):
             form = operations.describe(counts)
             raise DataError(
-                f"sample_level_repeat takes {len(self)} counts, one integer per row, not {form}"
+                f"sample_level_repeat takes {num_rows} counts, one integer per row, not {form}"
             )
-        return self.select_idxs(torch.arange(len(self)).repeat_interleave(counts.to(torch.int64)))
+        counts = counts.to(torch.int64)
+        rows = torch.arange(num_rows).repeat_interleave(counts)
+        return self.select_idxs(rows)
 
     def unfold_column_chunks(self, n_split: int, split_keys: Keys = None) -> DataProto:
         """`n_split` rows for every row: `split_keys` are split along their second dimension, other
@@ -414,21 +438,25 @@ class DataProto:
         columns = self.repeat(n_split).columns()
         to_split = _picked(self.columns(), _as_list(split_keys), "the batch")
         for key, column in to_split.items():
-            if n_split < 1 or is_ragged(column) or column.ndim < 2 or column.shape[1] % n_split:
+            has_second_dim = not is_ragged(column) and column.ndim >= 2
+            if n_split < 1 or not has_second_dim or column.shape[1] % n_split:
                 form = f"dense columns with a second dimension that {n_split} divides"
                 raise DataError(
                     f"unfold_column_chunks splits {form}; {key!r} is {operations.describe(column)}"
                 )
             width = column.shape[1] // n_split
-            columns[key] = column.reshape(-1, width, *column.shape[2:])
+            other_dims = column.shape[2:]
+            columns[key] = column.reshape(-1, width, *other_dims)
         return self.like(columns, len(self) * n_split)
 
     def reorder(self, indices: object) -> None:
         """Put the rows in this order, a permutation of the row numbers. Changes this batch."""
-        rows = torch.arange(len(self))[operations.rows_of(indices, len(self))]
-        if not torch.equal(rows.sort().values, torch.arange(len(self))):
+        num_rows = len(self)
+        all_rows = torch.arange(num_rows)
+        rows = all_rows[operations.rows_of(indices, num_rows)]
+        if not torch.equal(rows.sort().values, all_rows):
             raise DataError(
-                f"reorder needs every one of {len(self)} rows once; got {len(rows)} row numbers"
+                f"reorder needs every one of {num_rows} rows once; got {len(rows)} row numbers"
             )
         self._replace_with(self.select_idxs(rows))
 
@@ -439,13 +467,15 @@ class DataProto:
             raise DataError(
                 f"padding_candidate is {padding_candidate!r}; it must be 'first' or 'last'"
             )
-        if padding_size < 0 or (padding_size and len(self) == 0):
+        num_rows = len(self)
+        if padding_size < 0 or (padding_size and num_rows == 0):
             raise DataError(
-                f"{padding_size} rows of padding cannot be appended to {len(self)} rows ({self._keys()})"
+                f"{padding_size} rows of padding cannot be appended to {num_rows} rows ({self._keys()})"
             )
-        candidate = 0 if padding_candidate == "first" else len(self) - 1
-        rows = torch.cat([torch.arange(len(self)), torch.full((padding_size,), candidate)])
-        self._replace_with(self.select_idxs(rows))
+        candidate = 0 if padding_candidate == "first" else num_rows - 1
+        own_rows = torch.arange(num_rows)
+        padding_rows = torch.full((padding_size,), candidate)
+        self._replace_with(self.select_idxs(torch.cat([own_rows, padding_rows])))
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
@@ -466,7 +496,8 @@ class DataProto:
                 )
         meta_info = operations.merge_meta_info([part.meta_info for part in data])
         columns = operations.join_rows([part.columns() for part in data])
-        return data[0].like(columns, sum(map(len, data)), meta_info)
+        num_rows = sum(map(len, data))
+        return data[0].like(columns, num_rows, meta_info)
 
     def make_iterator(
         self,
@@ -541,13 +572,17 @@ class DataProto:
         new = _as_list(new_keys)
         columns = self.columns()
         moved = _picked(columns, old, "the batch")
-        kept = {key: column for key, column in columns.items() if key not in moved}
-        names = [*kept, *new]
-        if len(moved) != len(new) or len(set(names)) < len(names):
-            reason = f"each needs one new name, and {list(kept)} are taken"
+        for key in moved:
+            del columns[key]
+        taken = list(columns)
+        names = [*taken, *new]
+        has_duplicates = len(set(names)) < len(names)
+        if len(moved) != len(new) or has_duplicates:
+            reason = f"each needs one new name, and {taken} are taken"
             raise DataError(f"{old} cannot be renamed to {new}: {reason}")
-        renamed = dict(zip(new, moved.values(), strict=True))
-        self._replace_with(self.like({**kept, **renamed}, len(self)))
+        for new_key, column in zip(new, moved.values(), strict=True):
+            columns[new_key] = column
+        self._replace_with(self.like(columns, len(self)))
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -556,9 +591,11 @@ class DataProto:
         If a key is in both, its values must be equal; if they are not, nothing is changed. Added
         tensors are shared.
         """
-        if self._keys() and other._keys() and len(self) != len(other):
-            mine = f"{len(self)} rows ({self._keys()})"
-            theirs = f"{len(other)} ({other._keys()})"
+        own_keys = self._keys()
+        other_keys = other._keys()
+        if own_keys and other_keys and len(self) != len(other):
+            mine = f"{len(self)} rows ({own_keys})"
+            theirs = f"{len(other)} ({other_keys})"
             raise DataError(f"a union needs equally many rows, not {mine} and {theirs}")
         meta_info = self.meta_info | operations.additions(self.meta_info, other.meta_info)
         arrays = operations.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
@@ -587,29 +624,42 @@ class DataProto:
         token: they get zeros on the right. The default width is that of the longest row.
         """
         columns = self.columns()
-        if all(key in columns for key in TOKENS) and is_ragged(columns[INPUT_IDS]):
-            prompts, responses = operations.split_tokens(self.batch)
-            prompt_ids = pad_ragged(prompts, prompt_width, side="left", value=pad_token_id)
-            response_ids = pad_ragged(responses, response_width, value=pad_token_id)
-            prompt_mask = pad_ragged(torch.ones_like(prompts), prompt_width, side="left")
-            is_response = pad_ragged(torch.ones_like(responses), response_width)
-            attention_mask = torch.cat([prompt_mask, is_response], dim=1).long()
-            position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-            columns[INPUT_IDS] = torch.cat([prompt_ids, response_ids], dim=1)
-            columns["prompts"] = prompt_ids
-            columns["responses"] = response_ids
-            columns["attention_mask"] = attention_mask
-            columns["position_ids"] = position_ids
-            # The mask of several turns says which tokens the policy sampled, and must not be
-            # replaced.
-            mask: torch.Tensor = self.batch.get(RESPONSE_MASK, is_response)
-            if is_ragged(mask):
-                mask = pad_ragged(mask, response_width)
-            columns[RESPONSE_MASK] = mask.long()
+        has_tokens = all(key in columns for key in TOKENS)
+        if has_tokens and is_ragged(columns[INPUT_IDS]):
+            columns |= self._padded_tokens(prompt_width, response_width, pad_token_id)
         for key, column in columns.items():
             if is_ragged(column):
                 columns[key] = pad_ragged(column, response_width)
         return self.like(columns, len(self))
+
+    def _padded_tokens(
+        self,
+        prompt_width: int | None,
+        response_width: int | None,
+        pad_token_id: int,
+    ) -> Columns:
+        """The columns of `to_padded` that are computed from the tokens."""
+        prompts, responses = operations.split_tokens(self.batch)
+        prompt_ids = pad_ragged(prompts, prompt_width, side="left", value=pad_token_id)
+        response_ids = pad_ragged(responses, response_width, value=pad_token_id)
+
+        is_prompt = pad_ragged(torch.ones_like(prompts), prompt_width, side="left")
+        is_response = pad_ragged(torch.ones_like(responses), response_width)
+        attention_mask = torch.cat([is_prompt, is_response], dim=1).long()
+        position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+        # The mask of several turns says which tokens the policy sampled, and must not be replaced.
+        mask: torch.Tensor = self.batch.get(RESPONSE_MASK, is_response)
+        if is_ragged(mask):
+            mask = pad_ragged(mask, response_width)
+        return {
+            INPUT_IDS: torch.cat([prompt_ids, response_ids], dim=1),
+            "prompts": prompt_ids,
+            "responses": response_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            RESPONSE_MASK: mask.long(),
+        }
 
     def to(self, device: Device) -> DataProto:
         """Move the tensors to a device. Changes this batch and returns it."""
@@ -630,14 +680,17 @@ class DataProto:
     def __reduce_ex__(self, protocol: SupportsIndex) -> Reduced:
         """Pickle as plain buffers (see `encoding`). The copy is on the CPU and does not share
         memory."""
-        return _restore, (type(self), encode((self.batch, self.non_tensor_batch, self.meta_info)))
+        parts = (self.batch, self.non_tensor_batch, self.meta_info)
+        return _restore, (type(self), encode(parts))
 
     def __copy__(self) -> DataProto:
         return self.select()
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataProto:
         batch = None if self.batch is None else self.batch.clone()
-        return type(self)(batch, *copy.deepcopy((self.non_tensor_batch, self.meta_info), memo))
+        others = (self.non_tensor_batch, self.meta_info)
+        arrays, meta_info = copy.deepcopy(others, memo)
+        return type(self)(batch, arrays, meta_info)
 
     def __repr__(self) -> str:
         return f"DataProto({len(self)} rows, {self._described()}, meta_info={self.meta_info})"
@@ -684,12 +737,17 @@ def batch_to_tensordict(value: object) -> object:
 
 def _check_tensors(tensors: Mapping[str, object]) -> None:
     for key, value in tensors.items():
-        if not is_ragged(value) and (not isinstance(value, torch.Tensor) or value.is_nested):
+        is_dense = isinstance(value, torch.Tensor) and not value.is_nested
+        if not is_dense and not is_ragged(value):
             needed = "a dense tensor or a nested one with layout=torch.jagged, untransposed (see also from_tensordict)"
             raise DataError(f"batch[{key!r}] is a {type(value).__name__}; it must be {needed}")
 
 
-def _picked(part: Mapping[str, Entry] | None, keys: Keys, name: str) -> dict[str, Entry]:
+def _picked(
+    part: Mapping[str, Entry] | None,
+    keys: Keys,
+    name: str,
+) -> dict[str, Entry]:
     content = {} if part is None else dict(part.items())
     if keys is None:
         return content

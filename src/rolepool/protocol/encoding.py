@@ -94,24 +94,32 @@ def encode(value: object) -> Encoded:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: object) -> object:
+        """The function and the arguments that make the value again."""
         if type(value) is np.ndarray and not value.dtype.hasobject:
             # "W" because a buffer that is pickled read-only would arrive read-only.
-            raw = np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8)
-            return _from_bytes, (pickle.PickleBuffer(raw.data), value.dtype, value.shape)
+            writable = np.require(value, requirements=["C", "W"])
+            raw = writable.reshape(-1).view(np.uint8)
+            buffer = pickle.PickleBuffer(raw.data)
+            return _from_bytes, (buffer, value.dtype, value.shape)
         if is_ragged(value):
             # Columns with one offsets tensor share it again.
             return ragged_from_parts, ragged_parts(value)
         if isinstance(value, TensorDictBase):
-            return TensorDict, (dict(value.items()), value.batch_size)
+            entries = dict(value.items())
+            return TensorDict, (entries, value.batch_size)
         if isinstance(value, torch.Tensor) and _is_plain(value):
             raw = tensor_bytes(value)
-            return _from_bytes, (pickle.PickleBuffer(raw.data), value.dtype, tuple(value.shape))
+            buffer = pickle.PickleBuffer(raw.data)
+            shape = tuple(value.shape)
+            return _from_bytes, (buffer, value.dtype, shape)
         return super().reducer_override(value)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is its shape and the numbers in its memory, and nothing else."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    if tensor.layout != torch.strided:
         return False
     return not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
 
@@ -126,14 +134,16 @@ def tensor_bytes(tensor: torch.Tensor) -> Buffer:
 
 
 def _from_bytes(
-    buffer: Buffer, dtype: torch.dtype | np.dtype[np.generic], shape: Sequence[int]
+    buffer: Buffer,
+    dtype: torch.dtype | np.dtype[np.generic],
+    shape: Sequence[int],
 ) -> Column:
     """The tensor or array that lives in a writable buffer, which it keeps alive."""
-    if isinstance(dtype, torch.dtype):
-        if buffer.size:
-            return torch.from_numpy(buffer).view(dtype).reshape(shape)
+    if not isinstance(dtype, torch.dtype):
+        return buffer.view(dtype).reshape(shape)
+    if not buffer.size:
         return torch.empty(shape, dtype=dtype)
-    return buffer.view(dtype).reshape(shape)
+    return torch.from_numpy(buffer).view(dtype).reshape(shape)
 
 
 # Private views of shared memory
@@ -186,8 +196,12 @@ def make_private(buffer: Buffer, find_places: FindPlaces | None = None) -> Buffe
         if _file_at(path) != memory.file:
             raise OSError("its file cannot be opened a second time")
         with Path(path).open("rb") as file:
-            flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-            mapping = _PrivateMapping(file.fileno(), end - first_page, flags, offset=offset)
+            mapping = _PrivateMapping(
+                file.fileno(),
+                end - first_page,
+                flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                offset=offset,
+            )
     except (OSError, ValueError) as error:
         logger.debug(
             "copying %d bytes, because they cannot be mapped copy-on-write: %s",
@@ -208,14 +222,20 @@ def _memory_at(low: int, high: int) -> SharedMemory:
     for mapping in list(_living):
         if mapping.memory.start <= low and high <= mapping.memory.end:
             return mapping.memory
-    for line in _SHARED_LINE.finditer(Path("/proc/self/maps").read_bytes()):
+    all_maps = Path("/proc/self/maps").read_bytes()
+    for line in _SHARED_LINE.finditer(all_maps):
         start = int(line[1], 16)
         end = int(line[2], 16)
         if start <= low and high <= end:
-            offset = int(line[3], 16)
-            device = os.makedev(int(line[4], 16), int(line[5], 16))
+            major = int(line[4], 16)
+            minor = int(line[5], 16)
             inode = int(line[6])
-            return SharedMemory(start, end, offset, file=(device, inode))
+            return SharedMemory(
+                start,
+                end,
+                offset=int(line[3], 16),
+                file=(os.makedev(major, minor), inode),
+            )
     raise OSError("they are not in a shared file")
 
 
@@ -268,7 +288,8 @@ def save_parts(
     texts: dict[str, str] = {}
     for key, value in meta_info.items():
         texts[f"meta_info/{key}"] = _as_json(f"meta_info[{key!r}]", value)
-    texts["keys"] = json.dumps([list(columns), list(arrays)])
+    keys = [list(columns), list(arrays)]
+    texts["keys"] = json.dumps(keys)
     texts["batch_size"] = json.dumps(batch_size)
     tensors: dict[str, torch.Tensor] = {}
     for key, column in {**columns, **arrays}.items():
@@ -282,8 +303,10 @@ def save_parts(
             tensors[f"arrays/{key}"] = torch.from_numpy(column)
         else:
             texts[f"arrays/{key}"] = _as_json(f"non_tensor_batch[{key!r}]", column)
-    # Copies, because safetensors refuses two tensors in one storage.
-    copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    copies: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        # A copy, because safetensors refuses two tensors in one storage.
+        copies[name] = tensor.detach().cpu().clone().contiguous()
     path = Path(filepath)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
@@ -308,13 +331,17 @@ def load_parts(
         if name in tensors:
             dense: Column = tensors[name]
             return dense
-        return ragged_from_parts(tensors[f"{name}/values"], tensors[f"{name}/offsets"])
+        values = tensors[f"{name}/values"]
+        offsets = tensors[f"{name}/offsets"]
+        return ragged_from_parts(values, offsets)
 
     batch = None
     if texts["batch_size"] is not None:
         columns = {key: stored(f"batch/{key}") for key in names}
         batch = TensorDict(columns, texts["batch_size"])
-    arrays = {key: np.asarray(stored(f"arrays/{key}")) for key in array_names}
+    arrays: Arrays = {}
+    for key in array_names:
+        arrays[key] = np.asarray(stored(f"arrays/{key}"))
     meta_info: MetaInfo = {}
     for name, value in texts.items():
         if name.startswith("meta_info/"):
@@ -328,7 +355,8 @@ def _as_json(name: str, value: object) -> str:
     def plain(inside: object) -> object:
         if isinstance(inside, np.generic | np.ndarray):
             return inside.tolist()
-        raise TypeError(f"it contains a {type(inside).__module__}.{type(inside).__qualname__}")
+        kind = type(inside)
+        raise TypeError(f"it contains a {kind.__module__}.{kind.__qualname__}")
 
     try:
         return json.dumps(value, default=plain)

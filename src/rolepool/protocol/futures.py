@@ -129,32 +129,43 @@ def count_rows(replies: Iterable[Reply]) -> int:
 
 
 def gather_rows(
-    replies: Sequence[Reply], rows: RowNumbers | None, keys: Keys, fetch: Fetch
+    replies: Sequence[Reply],
+    rows: RowNumbers | None,
+    keys: Keys,
+    fetch: Fetch,
 ) -> DataProto:
     """These rows (None: all) of the batch that consists of the replies. Only replies with such rows
     are fetched."""
     headers = [reply.batch for reply in replies]
     ends = np.cumsum([header.num_rows for header in headers])
+    num_rows = ends[-1]
     if rows is None:
-        rows = np.arange(ends[-1])
-    if len(rows) and not 0 <= rows.min() <= rows.max() < ends[-1]:
-        raise DataError(
-            f"rows {rows.min()} to {rows.max()} were requested, but the batch has {ends[-1]} rows"
-        )
+        rows = np.arange(num_rows)
+    if len(rows):
+        lowest = rows.min()
+        highest = rows.max()
+        if lowest < 0 or highest >= num_rows:
+            raise DataError(
+                f"rows {lowest} to {highest} were requested, but the batch has {num_rows} rows"
+            )
     part_of_row = np.searchsorted(ends, rows, side="right")
-    # Without rows, the first part tells the columns.
-    used = [int(index) for index in np.unique(part_of_row)] or [0]
-    used_replies = [replies[index] for index in used]
+    numbers: list[int] = np.unique(part_of_row).tolist()
+    if not numbers:
+        # Without rows, the first part tells the columns.
+        numbers = [0]
+    used_replies = [replies[number] for number in numbers]
     names = _common_names(used_replies, keys)
+    columns_of_parts = _columns_of(used_replies, names, fetch)
     parts: list[DataProto] = []
-    for index, encoded in zip(used, _columns_of(used_replies, names, fetch), strict=True):
-        header = headers[index]
+    for number, encoded in zip(numbers, columns_of_parts, strict=True):
+        header = headers[number]
         columns = {name: encoded[name].decode() for name in names}
         part = DataProto.from_columns(columns, header.batch_size, {})
         # A batch of arrays only has no rows if none of its columns is wanted.
         if len(part) == header.num_rows:
-            first_row = ends[index] - header.num_rows
-            part = pick_rows(part, rows[part_of_row == index] - first_row)
+            first_row = ends[number] - header.num_rows
+            rows_of_part = rows[part_of_row == number]
+            part = pick_rows(part, rows_of_part - first_row)
         parts.append(part)
     joined = parts[0] if len(parts) == 1 else DataProto.concat(parts)
     joined.meta_info = merge_meta_info([header.meta_info.decode() for header in headers])
@@ -167,14 +178,17 @@ def gather_rows(
 
 
 def _columns_of(
-    replies: Sequence[Reply], names: Sequence[str], fetch: Fetch
+    replies: Sequence[Reply],
+    names: Sequence[str],
+    fetch: Fetch,
 ) -> Iterator[dict[str, Encoded]]:
     """The columns of each reply. Stored ones are fetched only if one of these names is among
     them."""
     wanted = set(names)
-    with_stored = [not wanted.isdisjoint(reply.batch.large) for reply in replies]
-    fetched = iter(fetch(list(compress(replies, with_stored))))
-    for reply, has_stored in zip(replies, with_stored, strict=True):
+    needs_stored = [not wanted.isdisjoint(reply.batch.large) for reply in replies]
+    replies_to_fetch = list(compress(replies, needs_stored))
+    fetched = iter(fetch(replies_to_fetch))
+    for reply, has_stored in zip(replies, needs_stored, strict=True):
         if has_stored:
             yield reply.batch.small | next(fetched)
         else:
@@ -185,13 +199,19 @@ def _common_names(replies: Sequence[Reply], keys: Keys) -> list[str]:
     """The wanted columns of these replies. Raises DataError if the replies differ in their keys."""
     all_names: list[list[str]] = []
     for reply in replies:
-        all_names.append([*reply.batch.small, *reply.batch.large])
-    if len(set(map(frozenset, all_names))) > 1:
+        header = reply.batch
+        all_names.append([*header.small, *header.large])
+    distinct = set(map(frozenset, all_names))
+    if len(distinct) > 1:
         shown: list[str] = []
         for reply, names in zip(replies, all_names, strict=True):
             shown.append(f"{reply.maker}: {sorted(names)}")
-        raise DataError(f"the ranks returned batches with different keys: {'; '.join(shown)}")
-    return [name for name in all_names[0] if keys is None or name in keys]
+        of_ranks = "; ".join(shown)
+        raise DataError(f"the ranks returned batches with different keys: {of_ranks}")
+    common_names = all_names[0]
+    if keys is None:
+        return common_names
+    return [name for name in common_names if name in keys]
 
 
 def pick_rows(batch: DataProto, rows: RowNumbers) -> DataProto:
@@ -202,7 +222,9 @@ def pick_rows(batch: DataProto, rows: RowNumbers) -> DataProto:
         return batch.select_idxs(rows)
     if len(rows) == len(batch):
         return batch
-    return batch.slice(int(rows[0]), int(rows[-1]) + 1)
+    first = int(rows[0])
+    last = int(rows[-1])
+    return batch.slice(first, last + 1)
 
 
 # Futures
@@ -295,9 +317,9 @@ class Stripe(NamedTuple):
         wanted = intersection(self.keys, keys)
         if isinstance(self.source, DataProto):
             return rows_with_keys(self.source, self.order, wanted)
-        return gather_rows(
-            replies_of(self.source, timeout_s), self.order, wanted, self.source[0].fetch
-        )
+        replies = replies_of(self.source, timeout_s)
+        first_call = self.source[0]
+        return gather_rows(replies, self.order, wanted, first_call.fetch)
 
 
 class DataProtoFuture(CallFuture):
@@ -308,17 +330,27 @@ class DataProtoFuture(CallFuture):
     on DataProto, none of them changes the future it is called on.
     """
 
-    def __init__(self, calls: Sequence[Pending], stripes: Iterable[Stripe] | None = None) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Pending],
+        stripes: Iterable[Stripe] | None = None,
+    ) -> None:
         super().__init__(calls, collect_batches)
         self._is_plain = stripes is None
-        self.stripes = (Stripe(self.calls),) if stripes is None else tuple(stripes)
+        if stripes is None:
+            stripes = [Stripe(self.calls)]
+        self.stripes = tuple(stripes)
         sources: list[Pending] = []
         for stripe in self.stripes:
             if isinstance(stripe.source, tuple):
                 sources += stripe.source
         self.sources = sources
 
-    def get(self, timeout_s: float | None = None, keys: Iterable[str] | None = None) -> Any:
+    def get(
+        self,
+        timeout_s: float | None = None,
+        keys: Iterable[str] | None = None,
+    ) -> Any:
         """Wait for the batch, fetch it (only these keys, if they are given) and return it.
 
         If the method returned TensorDicts, the result is one TensorDict; if it returned lists, the
@@ -330,7 +362,8 @@ class DataProtoFuture(CallFuture):
                 return super().get(timeout_s)
         wanted = None if keys is None else frozenset(keys)
         parts = [stripe.load(wanted, timeout_s) for stripe in self.stripes]
-        return batch_to_tensordict(join_stripes(parts))
+        batch = join_stripes(parts)
+        return batch_to_tensordict(batch)
 
     def __len__(self) -> int:
         """Number of rows. Waits for the result's header, not for its data."""
@@ -341,7 +374,8 @@ class DataProtoFuture(CallFuture):
         wanted = frozenset(keys)
         stripes: list[Stripe] = []
         for stripe in self.stripes:
-            stripes.append(stripe._replace(keys=intersection(stripe.keys, wanted)))
+            common = intersection(stripe.keys, wanted)
+            stripes.append(stripe._replace(keys=common))
         return DataProtoFuture(self.calls, stripes)
 
     def union(self, other: DataProto | DataProtoFuture) -> DataProtoFuture:
@@ -364,7 +398,8 @@ class DataProtoFuture(CallFuture):
         total = len(self)
         if chunks < 1 or total % chunks:
             raise DataError(f"{total} rows cannot be split into {chunks} equal parts")
-        return [self.reorder(part) for part in np.arange(total).reshape(chunks, -1)]
+        rows_of_parts = np.arange(total).reshape(chunks, -1)
+        return [self.reorder(rows) for rows in rows_of_parts]
 
     @staticmethod
     def concat(futures: Sequence[DataProtoFuture]) -> DataProtoFuture:
@@ -412,7 +447,8 @@ def collect_batches(results: list[Value]) -> Value:
 def join_stripes(parts: Sequence[DataProto]) -> DataProto:
     """One batch with all the keys. If two parts have a key, the later one's column is used."""
     # A part without keys has no rows to compare.
-    if len({len(part) for part in parts if part.columns()}) > 1:
+    distinct_sizes = {len(part) for part in parts if part.columns()}
+    if len(distinct_sizes) > 1:
         sizes = ", ".join(f"{sorted(part.columns())}: {len(part)}" for part in parts)
         raise DataError(f"batches of different numbers of rows cannot be one batch: {sizes}")
     columns: Columns = {}
@@ -420,8 +456,12 @@ def join_stripes(parts: Sequence[DataProto]) -> DataProto:
     for part in parts:
         columns.update(part.columns())
         meta_info.update(part.meta_info)
-    # A part with tensors knows their device, and one with columns knows the number of rows.
-    widest = max(parts, key=lambda part: (part.batch is not None, len(part.columns())))
+
+    def how_much_it_knows(part: DataProto) -> tuple[bool, int]:
+        """A part with tensors knows their device, and one with columns the number of rows."""
+        return part.batch is not None, len(part.columns())
+
+    widest = max(parts, key=how_much_it_knows)
     return widest.like(columns, len(widest), meta_info)
 
 
@@ -435,9 +475,10 @@ def intersection(first: Keys, second: Keys) -> Keys:
 
 def rows_with_keys(batch: DataProto, rows: RowNumbers | None, keys: Keys) -> DataProto:
     """These rows (None means all) of the batch, without columns that are not among the keys."""
-    columns = batch.columns()
-    if keys is not None:
-        columns = {key: column for key, column in columns.items() if key in keys}
+    columns: Columns = {}
+    for key, column in batch.columns().items():
+        if keys is None or key in keys:
+            columns[key] = column
     chosen = batch.like(columns, len(batch))
     # A batch of arrays only has no rows if none of them is among the keys.
     has_no_rows = len(chosen) < len(batch)

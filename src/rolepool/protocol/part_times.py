@@ -33,13 +33,15 @@ class _Measured(NamedTuple):
 
     def seconds(self) -> float:
         """How long it took. Waits until the GPU has finished it."""
-        if isinstance(self.start, torch.cuda.Event) and isinstance(self.end, torch.cuda.Event):
-            self.end.synchronize()
-            milliseconds: float = self.start.elapsed_time(self.end)
+        start = self.start
+        end = self.end
+        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            end.synchronize()
+            milliseconds: float = start.elapsed_time(end)
             return milliseconds / 1000
-        assert isinstance(self.start, float)
-        assert isinstance(self.end, float)
-        return self.end - self.start
+        assert isinstance(start, float)
+        assert isinstance(end, float)
+        return end - start
 
 
 class PartTimes(list[_Measured]):
@@ -57,9 +59,9 @@ class PartTimes(list[_Measured]):
         GPU has finished."""
         totals: dict[tuple[str, int], Part] = {}
         for measured in self:
+            tokens_per_piece = measured.num_tokens // max(1, measured.num_pieces)
             # Sizes with the same number of bits are about the same.
-            size = (measured.num_tokens // max(1, measured.num_pieces)).bit_length()
-            key = (measured.name, size)
+            key = (measured.name, tokens_per_piece.bit_length())
             before = totals.get(key, Part(measured.name, 0.0, 0))
             totals[key] = Part(
                 measured.name,
@@ -76,7 +78,11 @@ _part_times: ContextVar[PartTimes | None] = ContextVar("part_times", default=Non
 
 @contextmanager
 def part(
-    name: str, num_tokens: int = 0, num_attended: int = 0, *, num_pieces: int = 1
+    name: str,
+    num_tokens: int = 0,
+    num_attended: int = 0,
+    *,
+    num_pieces: int = 1,
 ) -> Iterator[None]:
     """Count the time inside the block as this part of the call and record the work: `num_pieces`
     pieces, such as decode steps, and the tokens and attended tokens of all of them. Outside of a
@@ -96,8 +102,12 @@ def part(
 def work_of(lengths: Iterable[int]) -> tuple[int, int]:
     """The tokens of rows of these lengths, and the attended tokens: how many tokens each token
     reads, added up."""
-    lengths = list(lengths)
-    return sum(lengths), sum(length * (length + 1) // 2 for length in lengths)
+    num_tokens = 0
+    num_attended = 0
+    for length in lengths:
+        num_tokens += length
+        num_attended += length * (length + 1) // 2
+    return num_tokens, num_attended
 
 
 def _cuda_event() -> torch.cuda.Event:

@@ -80,7 +80,9 @@ _context: ContextVar[Surroundings] = ContextVar("worker_context", default=(Worke
 def made_in(context: WorkerContext, siblings: Mapping[str, Worker] | None = None) -> Iterator[None]:
     """Workers that are constructed inside the block get this context, and the roles of the same
     process as siblings."""
-    token = _context.set((context, {} if siblings is None else siblings))
+    if siblings is None:
+        siblings = {}
+    token = _context.set((context, siblings))
     try:
         yield
     finally:
@@ -123,7 +125,10 @@ class Worker:
         return ()
 
     def _register_dispatch_collect_info(
-        self, mesh_name: str, dp_rank: int, is_collect: bool
+        self,
+        mesh_name: str,
+        dp_rank: int,
+        is_collect: bool,
     ) -> None:
         """Check what a worker of verl says about its mesh. How batches are split is decided when
         the role is added."""
@@ -244,7 +249,9 @@ def registered_methods(worker_class: type) -> dict[str, MethodSpec]:
 
 
 def keys_read_by(
-    worker_class: type, args: Sequence[Argument], kwargs: Mapping[str, Argument]
+    worker_class: type,
+    args: Sequence[Argument],
+    kwargs: Mapping[str, Argument],
 ) -> dict[str, frozenset[str] | None]:
     """The keys of batches that each method of a role reads, if the role is constructed with these
     arguments. None means all keys."""
