@@ -112,6 +112,8 @@ class Decoder:
         self._embedding: Tensor = trunk.embed_tokens.weight
         self.device = self._embedding.device
         self._by_kernels = self._embedding.is_cuda
+        self.skips_unused_rows: bool = self._by_kernels
+        """Whether `decode` accepts rows at position -1, which are not used."""
         if self._by_kernels:
             from rolepool.rollout import kernels  # here, because it needs Triton
 

@@ -102,7 +102,6 @@ class Generation:
         self._sampling = sampling
         self._schedule = schedule
         self._check_requests = check_requests
-        self._on_gpu = self._cache.shape.device.type == "cuda"
         # The cache may have fewer slots than asked for, if memory is short, or more, if it is that
         # of an earlier call.
         self._num_slots = min(self._cache.num_slots, schedule.num_slots)
@@ -259,7 +258,7 @@ class Generation:
         """Run the newest token of every row, and sample the next one."""
         batch = self._batch
         num_rows = batch.num_running
-        if self._on_gpu:
+        if self._decoder.skips_unused_rows:
             # At most the slots of this generation, and not the rows of the batch, which may be that
             # of a larger call: the size decides how a GPU rounds, and a run that was resumed must
             # compute the same as one that was not.

@@ -106,7 +106,7 @@ class NativeEngine(StreamedEngine):
     GPU the engine's own weights that are applied to the same input are joined once, without a copy,
     and decode steps are captured in CUDA graphs, unless `enforce_eager` is set or the model is
     tensor-parallel. With `shard` the model is this rank's part, and all ranks of `parallel` make
-    the same calls; the first rank chooses the tokens.
+    the same calls; the first rank chooses the tokens. `decoder_type` runs the forward passes.
     """
 
     def __init__(
@@ -119,6 +119,7 @@ class NativeEngine(StreamedEngine):
         shard: Shard | None = None,
         parallel: TensorParallel | None = None,
         enforce_eager: bool = False,
+        decoder_type: type[Decoder] = Decoder,
     ) -> None:
         refuse_unknown(model)
         super().__init__(model)
@@ -128,6 +129,7 @@ class NativeEngine(StreamedEngine):
         self.cache_bytes = cache_bytes
         self.shard = shard
         self.parallel = parallel or TensorParallel()
+        self._decoder_type = decoder_type
         self._max_positions = num_positions(model.config.to_dict())
         self._vocab_size = model.config.vocab_size
         self._on_gpu = cache_shape(model).device.type == "cuda"
@@ -277,7 +279,7 @@ class NativeEngine(StreamedEngine):
             length = min(self._max_positions, next_power_of_2)
         state = _DecodeState(
             addresses,
-            Decoder(self.model, self.parallel, length),
+            self._decoder_type(self.model, self.parallel, length),
             DecodeBatch(num_rows, num_new, stops, cache.shape.device, scattered=self._on_gpu),
             StepGraphs() if self._captures else None,
         )
