@@ -118,7 +118,9 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
         num_bytes += tensor.nbytes
         file_of[name] = 1 + num_bytes // file_bytes
     writer = HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=file_of, save_distributed=True
+        str(folder),
+        fqn_to_index_mapping=file_of,
+        save_distributed=True,
     )
     with _plain_errors(folder):
         save(tensors, storage_writer=writer)
@@ -140,13 +142,18 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
 
 
 def rank_state_text(
-    trained: TrainedModel, tensors: Mapping[str, Tensor], number: int | None = None
+    trained: TrainedModel,
+    tensors: Mapping[str, Tensor],
+    number: int | None = None,
 ) -> str:
     """The content of a rank's own file. `tensors` are all that are saved, and `number` is that of a
     snapshot."""
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     state = RankState(
-        num_updates=trained.num_updates, num_bytes=num_bytes, rng=random_state(), number=number
+        num_updates=trained.num_updates,
+        num_bytes=num_bytes,
+        rng=random_state(),
+        number=number,
     )
     return state.model_dump_json(fallback=lambda array: array.tolist())
 

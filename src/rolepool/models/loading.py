@@ -38,7 +38,9 @@ base."""
 
 
 def read_model_config(
-    config: Config, section: str, **entries: object
+    config: Config,
+    section: str,
+    **entries: object,
 ) -> transformers.PretrainedConfig:
     """The config of the model that a section names, with these entries replaced. A folder with
     missing or damaged files is an error."""
@@ -61,7 +63,8 @@ def read_model_config(
     settings = {"trust_remote_code": _is_trusted(config, section), **overrides}
     with explained(f"{key}={path}: {problem}", FIX, *UNREADABLE):
         model_config: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(
-            str(folder), **settings
+            str(folder),
+            **settings,
         )
     for file in sorted(folder.glob("*.safetensors")):
         # Opening a file checks it.
@@ -83,7 +86,11 @@ def _is_trusted(config: Config, section: str) -> bool:
 
 
 def load_policy(
-    config: Config, dtype: torch.dtype, *, packed: bool, reads_weights: bool = True
+    config: Config,
+    dtype: torch.dtype,
+    *,
+    packed: bool,
+    reads_weights: bool = True,
 ) -> nn.Module:
     """A causal language model that also has `token_scores`. Its batches are packed or padded. With
     `reads_weights=False`, its weights are undefined until a saved state is loaded."""
@@ -102,19 +109,38 @@ def _has_plain_head(model: transformers.PreTrainedModel) -> bool:
 
 
 def load_critic(
-    config: Config, dtype: torch.dtype, *, packed: bool, reads_weights: bool = True
+    config: Config,
+    dtype: torch.dtype,
+    *,
+    packed: bool,
+    reads_weights: bool = True,
 ) -> nn.Module:
     """The trunk of a language model and a head with one value per token, random if the folder has
     none. With `reads_weights=False`, its weights are undefined until a saved state is loaded."""
     load = _load if reads_weights else _without_weights
     auto = transformers.AutoModelForTokenClassification
-    return load(config, "critic.model", auto, dtype, packed, num_labels=1, classifier_dropout=0.0)
+    return load(
+        config,
+        "critic.model",
+        auto,
+        dtype,
+        packed,
+        num_labels=1,
+        classifier_dropout=0.0,
+    )
 
 
 def load_reward_model(config: Config, section: str, dtype: torch.dtype) -> nn.Module:
     """A sequence classifier with one output, the score of the whole text."""
     auto = transformers.AutoModelForSequenceClassification
-    return _load(config, section, auto, dtype, packed=False, num_labels=1)
+    return _load(
+        config,
+        section,
+        auto,
+        dtype,
+        packed=False,
+        num_labels=1,
+    )
 
 
 def _load(
@@ -173,7 +199,12 @@ def _quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _check_none(where: str, model: nn.Module, weights: Sequence[str], reason: str) -> None:
+def _check_none(
+    where: str,
+    model: nn.Module,
+    weights: Sequence[str],
+    reason: str,
+) -> None:
     """Raise ConfigError if there are such weights."""
     if weights:
         what = f"weights of a {type(model).__name__} {reason} ({first_few(weights, 3)})"

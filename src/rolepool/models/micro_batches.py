@@ -34,7 +34,9 @@ def _num_tokens(lengths: Sequence[int], part: Sequence[int]) -> int:
 
 
 def balanced(
-    lengths: Sequence[int], num_parts: int, max_rows: int | None = None
+    lengths: Sequence[int],
+    num_parts: int,
+    max_rows: int | None = None,
 ) -> list[list[int]]:
     """Parts with about the same number of tokens, and at most `max_rows` rows: longest row first,
     each to the part with the fewest tokens."""
@@ -51,7 +53,11 @@ def balanced(
 
 
 def rank_order(
-    lengths: Sequence[int], rows_per_mini_batch: int, num_ranks: int, *, balance: bool
+    lengths: Sequence[int],
+    rows_per_mini_batch: int,
+    num_ranks: int,
+    *,
+    balance: bool,
 ) -> npt.NDArray[np.int64]:
     """The order of rows that gives each rank, one after another, its rows of every mini-batch.
 

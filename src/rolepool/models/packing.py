@@ -163,7 +163,11 @@ TokenScores = tuple[Tensor, Tensor]
 
 
 def response_log_probs(
-    model: nn.Module, rows: TokenRows, *, temperature: float, packed: bool
+    model: nn.Module,
+    rows: TokenRows,
+    *,
+    temperature: float,
+    packed: bool,
 ) -> TokenScores:
     """Log-probs and entropies of response tokens under the distribution that was sampled from,
     softmax(logits / temperature)."""
@@ -188,7 +192,11 @@ def add_token_scores(model: nn.Module, has_plain_head: bool = True) -> nn.Module
 
 
 def _token_scores(
-    model: Any, inputs: Inputs, places: Tensor, labels: Tensor, temperature: float
+    model: Any,
+    inputs: Inputs,
+    places: Tensor,
+    labels: Tensor,
+    temperature: float,
 ) -> TokenScores:
     """Log-prob of each label and entropy, after the token at each place of the inputs, counted
     through all rows."""
@@ -198,7 +206,11 @@ def _token_scores(
 
 
 def _scores_from_logits(
-    model: Any, inputs: Inputs, places: Tensor, labels: Tensor, temperature: float
+    model: Any,
+    inputs: Inputs,
+    places: Tensor,
+    labels: Tensor,
+    temperature: float,
 ) -> TokenScores:
     """Log-prob of each label and entropy, from the logits that the model returns for all tokens at
     once."""
@@ -225,14 +237,20 @@ class LinearLogProbs:
     """
 
     def __init__(
-        self, max_logits: int, compiled: Callable[..., Any] = lambda function: function
+        self,
+        max_logits: int,
+        compiled: Callable[..., Any] = lambda function: function,
     ) -> None:
         self.max_logits = max_logits
         self.score = compiled(_score)
         self.differentiate = compiled(_differentiate)
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         """hidden is [tokens, size], weight [vocabulary, size], labels [tokens]. Both results are
         [tokens], in float32 if hidden has 16 bits."""
@@ -277,7 +295,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, *grads: Tensor | None
+        ctx: Any,
+        *grads: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, labels, log_sums, entropies = ctx.saved_tensors
         of_log_probs, of_entropies = grads
@@ -313,7 +332,10 @@ class _Function(torch.autograd.Function):
 
 
 def _score(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For each token, with the largest logit m and s = sum_v e^(z_v - m): m + log s, log p(label)
     and the entropy.
@@ -432,7 +454,10 @@ def packed_attention(
 
 
 def _padded_attention(
-    qkv: Sequence[Tensor], scaling: float | None, window: int | None, starts: Tensor
+    qkv: Sequence[Tensor],
+    scaling: float | None,
+    window: int | None,
+    starts: Tensor,
 ) -> Tensor:
     """Attention within packed sequences on a CPU: one call for all sequences whose lengths are
     between two powers of two."""

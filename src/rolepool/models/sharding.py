@@ -67,7 +67,10 @@ def _is_packed(model: nn.Module) -> bool:
 
 
 def shard_over(
-    mesh: DeviceMesh, model: nn.Module, layers: Sequence[nn.Module], device: str
+    mesh: DeviceMesh,
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    device: str,
 ) -> None:
     """Shard the layers, and then what is outside of them, over the ranks of a mesh."""
     # Weights, gradients and optimizer states stay in fp32; a GPU computes in bf16.
@@ -99,7 +102,10 @@ def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def compute_in(
-    dtype: torch.dtype, model: nn.Module, layers: Iterable[nn.Module], methods: Iterable[str]
+    dtype: torch.dtype,
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    methods: Iterable[str],
 ) -> None:
     """Let the layers, and these methods of the model around them, compute with copies of the
     weights in `dtype`.
@@ -135,7 +141,10 @@ class _Call(nn.Module):
 
 
 def _use_copies(
-    dtype: torch.dtype, module: nn.Module, method: str, weights: Container[str]
+    dtype: torch.dtype,
+    module: nn.Module,
+    method: str,
+    weights: Container[str],
 ) -> None:
     """Replace a method of a module by one that runs with copies of these weights."""
     call = _Call(module, getattr(module, method))
@@ -154,7 +163,8 @@ def _use_copies(
 
 
 def compiled(
-    function: Callable[Arguments, Result], mark: Callable[..., None]
+    function: Callable[Arguments, Result],
+    mark: Callable[..., None],
 ) -> Callable[Arguments, Result]:
     """The compiled function, for any number of tokens; the function itself if there is no compiler.
 

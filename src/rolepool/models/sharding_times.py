@@ -86,7 +86,10 @@ def measure_sharding(device: str) -> list[ShardingTime]:
 
 
 def _measure_width(
-    device: str, mesh: DeviceMesh, width: int, num_repeats: int
+    device: str,
+    mesh: DeviceMesh,
+    width: int,
+    num_repeats: int,
 ) -> Iterator[ShardingTime]:
     model = small_model(width)
     num_params = sum(parameter.numel() for parameter in model.parameters())
@@ -105,7 +108,12 @@ def _measure_width(
         )
 
 
-def _time_parts(model: nn.Module, width: int, device: str, num_repeats: int) -> Seconds:
+def _time_parts(
+    model: nn.Module,
+    width: int,
+    device: str,
+    num_repeats: int,
+) -> Seconds:
     """The times of the parts of an update, of computing without gradients, and of gathering all
     weights."""
     cache = torch.zeros(CACHE_BYTES if device == "cpu" else 0, dtype=torch.uint8)
@@ -144,7 +152,11 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _timed(
-    times: Seconds, device: str, cache: Tensor, part: str, work: Callable[[], Result]
+    times: Seconds,
+    device: str,
+    cache: Tensor,
+    part: str,
+    work: Callable[[], Result],
 ) -> Result:
     """Do the work and add its time. `cache` is written first, see `CACHE_BYTES`."""
     cache.add_(1)

@@ -102,7 +102,10 @@ class SnapshotWriter:
         self._trained.copy_later(list(parts.values()), [copies[name] for name in parts], publish)
 
     def _copies_in(
-        self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        parts: dict[str, Tensor],
     ) -> dict[str, Tensor]:
         """The copies of these parts of tensors in a file, as views of its memory. If the file is
         for other parts, it is replaced."""
@@ -117,7 +120,10 @@ class SnapshotWriter:
         return file.copies
 
     def _new_file(
-        self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        parts: dict[str, Tensor],
     ) -> OpenFile:
         # Not the folders above these two, which are removed when the run ends.
         for folder in (path.parent.parent, path.parent):
@@ -189,7 +195,9 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
     _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
+        tensor.shape,
+        tensor.device_mesh,
+        tensor.placements,
     )
     return tuple(offset)
 

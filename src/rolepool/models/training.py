@@ -92,7 +92,14 @@ class DeviceModel:
 class FrozenModel(DeviceModel):
     """A model without training: no gradients and no optimizer."""
 
-    def __init__(self, model: nn.Module, *, device: str, dims: ParallelDims, offload: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: str,
+        dims: ParallelDims,
+        offload: bool,
+    ) -> None:
         self.device = device
         self.model = shard(model.requires_grad_(False), device, dims).eval()
         self._moves = [self.model.to] if offload and device != "cpu" else []
@@ -143,7 +150,10 @@ class TrainedModel(DeviceModel):
         return torch.cuda.Stream()
 
     def copy_later(
-        self, sources: list[Tensor], copies: list[Tensor], then: Callable[[], object]
+        self,
+        sources: list[Tensor],
+        copies: list[Tensor],
+        then: Callable[[], object],
     ) -> None:
         """Copy parts of the state to host memory, then call a function. On a GPU a thread does it
         in its own stream, after the work so far and beside later work. Only the next update waits
@@ -190,7 +200,10 @@ class TrainedModel(DeviceModel):
         return optim.lr * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done)))
 
     def step(
-        self, micro_batches: Sequence[Sequence[int]], loss_of: LossOf, lengths: Sequence[int] = ()
+        self,
+        micro_batches: Sequence[Sequence[int]],
+        loss_of: LossOf,
+        lengths: Sequence[int] = (),
     ) -> dict[str, Tensor]:
         """One optimizer step on a mini-batch, given as the rows of each micro-batch on this rank,
         and the lengths of rows, which are only recorded.
@@ -236,7 +249,10 @@ class TrainedModel(DeviceModel):
 
 
 def model_utilization(
-    shape: ModelShape | None, lengths: Tensor, seconds: float, gpu_name: str
+    shape: ModelShape | None,
+    lengths: Tensor,
+    seconds: float,
+    gpu_name: str,
 ) -> float | None:
     """The share of its GPU's peak FLOPS that one rank's update on rows of these lengths used,
     between 0 and 1; None if the model's shape or the GPU's peak is not known.

@@ -61,7 +61,10 @@ class Actor(TrainedRole):
         super().__init__(config, setup)
         self.policy_loss = setup.policy_loss
         model = load_policy(
-            config, setup.dtype, packed=self.packed, reads_weights=setup.reads_weights
+            config,
+            setup.dtype,
+            packed=self.packed,
+            reads_weights=setup.reads_weights,
         )
         self.train(model, max(0, setup.num_training_steps - config.trainer.critic_warmup))
         if self.keys.loss_scale_factor is not None:
@@ -95,7 +98,11 @@ class Actor(TrainedRole):
         return computed.to_proto()
 
     def _raise_if_apart(
-        self, version: int, theirs: Tensor, ours: Tensor, mask: Tensor | None
+        self,
+        version: int,
+        theirs: Tensor,
+        ours: Tensor,
+        mask: Tensor | None,
     ) -> None:
         """Raise an error if the engine, whose log-probs are `theirs`, did not generate with the
         current weights, or computes other log-probs."""
@@ -132,7 +139,12 @@ class Actor(TrainedRole):
             metrics["actor/kl_coef"] = self.keys.kl_loss_coef
         return metrics
 
-    def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
+    def loss_of(
+        self,
+        rows: TokenRows,
+        columns: Mapping[str, Tensor],
+        counts: LossCounts,
+    ) -> Loss:
         keys = self.keys
         mask = columns["response_mask"]
         mode = keys.loss_agg_mode
@@ -198,7 +210,10 @@ class Critic(TrainedRole):
     def __init__(self, config: Config, setup: TrainingSetup) -> None:
         super().__init__(config, setup)
         model = load_critic(
-            config, setup.dtype, packed=self.packed, reads_weights=setup.reads_weights
+            config,
+            setup.dtype,
+            packed=self.packed,
+            reads_weights=setup.reads_weights,
         )
         self.train(model, setup.num_training_steps)
 
@@ -223,7 +238,12 @@ class Critic(TrainedRole):
         """One epoch of updates."""
         return self.update(data, ends_step)
 
-    def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
+    def loss_of(
+        self,
+        rows: TokenRows,
+        columns: Mapping[str, Tensor],
+        counts: LossCounts,
+    ) -> Loss:
         mask = columns["response_mask"]
         predicted = rows.pad(self._values(rows))
         loss, clip_fraction = compute_value_loss(

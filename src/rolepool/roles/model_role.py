@@ -59,7 +59,10 @@ class ModelRole(Worker):
         """The dtype of weights that are not trained."""
 
     def in_micro_batches(
-        self, method: str, tokens: Tokens, compute: Callable[[TokenRows], Computed]
+        self,
+        method: str,
+        tokens: Tokens,
+        compute: Callable[[TokenRows], Computed],
     ) -> Computed:
         """What the model computes from micro-batches of tokens, in the order of rows, in host
         memory."""
@@ -82,7 +85,10 @@ class ModelRole(Worker):
         """Log-probs and entropies of response tokens under the policy of this role."""
         temperature = self.config.actor_rollout_ref.rollout.temperature
         return response_log_probs(
-            self.placed.model, rows, temperature=temperature, packed=self.packed
+            self.placed.model,
+            rows,
+            temperature=temperature,
+            packed=self.packed,
         )
 
     def smaller(self, method: str) -> list[str]:

@@ -25,7 +25,9 @@ from rolepool.roles.setups import RewardModelSetup
 
 
 def _columns_to_score(
-    role: type["RewardModel"], config: Config, setup: RewardModelSetup
+    role: type["RewardModel"],
+    config: Config,
+    setup: RewardModelSetup,
 ) -> tuple[str, ...]:
     """Prompts are read only if texts may have to be written again in other tokens."""
     may_have_own_tokens = config.at(ROLE_SPECS[role.role].model).input_tokenizer is not None
@@ -85,7 +87,12 @@ class RewardModel(ModelRole):
             scores = torch.where(of_environment.isnan(), scores, of_environment)
         return Scores(scores=scores).to_proto()
 
-    def _keep_logits(self, head: nn.Module, inputs: object, logits: Tensor) -> None:
+    def _keep_logits(
+        self,
+        head: nn.Module,
+        inputs: object,
+        logits: Tensor,
+    ) -> None:
         self.of_all_tokens = logits
 
 

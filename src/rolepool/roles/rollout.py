@@ -94,7 +94,8 @@ class Rollout(ModelRole):
             seeds.append(sample_seed(run_seed, uid, int(index)))
         checks_parity = self.keys.checks_parity
         kept = Kept(
-            log_probs=checks_parity or self.keys.calculate_log_probs, versions=checks_parity
+            log_probs=checks_parity or self.keys.calculate_log_probs,
+            versions=checks_parity,
         )
         self.engine.wake()
         if self.conversations is None:
@@ -120,7 +121,11 @@ class Rollout(ModelRole):
         )
 
     def _generate(
-        self, asked: Prompts, seeds: Sequence[int], sampling: Sampling, kept: Kept
+        self,
+        asked: Prompts,
+        seeds: Sequence[int],
+        sampling: Sampling,
+        kept: Kept,
     ) -> Rollouts:
         """Responses of one turn."""
         requests: list[Request] = []
@@ -183,7 +188,8 @@ class Rollout(ModelRole):
 
 
 def _noted(
-    tensors: Iterable[tuple[str, Tensor]], digests: Digests | None
+    tensors: Iterable[tuple[str, Tensor]],
+    digests: Digests | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The same tensors. Their digests are computed before they are handed on."""
     for name, tensor in tensors:

@@ -48,7 +48,9 @@ def rows_of(prompts: EnvironmentPrompts) -> list[PromptRow]:
 
 
 def rollouts_of(
-    prompts: Sequence[TokenIds], completions: Sequence[Completion], kept: Kept
+    prompts: Sequence[TokenIds],
+    completions: Sequence[Completion],
+    kept: Kept,
 ) -> Rollouts:
     """Responses of one turn, all of whose tokens were sampled."""
     responses = [completion.token_ids for completion in completions]
@@ -107,7 +109,9 @@ def _score_of(trajectory: Trajectory) -> float:
 
 
 def _tokens_of(
-    prompts: Sequence[TokenIds], responses: Sequence[TokenIds], versions: Sequence[int] | None
+    prompts: Sequence[TokenIds],
+    responses: Sequence[TokenIds],
+    versions: Sequence[int] | None,
 ) -> Rollouts:
     """Prompt and response of each row as one ragged column, and the number of tokens of each."""
     num_prompt = torch.tensor([len(prompt) for prompt in prompts])

@@ -59,7 +59,9 @@ class RuleReward(Worker):
         ).to_proto()
 
     def _score_others(
-        self, of_environment: Sequence[float], data: DataProto
+        self,
+        of_environment: Sequence[float],
+        data: DataProto,
     ) -> list[rewards.Scored]:
         """The scores of the environment, and of the function for rows in which that is NaN."""
         scored = [rewards.Scored(score, {}) for score in of_environment]

@@ -75,7 +75,12 @@ class TrainedRole(ModelRole):
         self.placed = self.trained
         self.snapshots = SnapshotWriter(self.trained)
 
-    def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
+    def loss_of(
+        self,
+        rows: TokenRows,
+        columns: Mapping[str, Tensor],
+        counts: LossCounts,
+    ) -> Loss:
         """The loss of one micro-batch and metrics: shares that add up over micro-batches and ranks.
 
         Columns are on the device, padded on the right: [rows, longest response], with their
@@ -164,7 +169,12 @@ class TrainedRole(ModelRole):
         used = model_utilization(self.shape, lengths, seconds, gpu_name)
         return {} if used is None else {f"perf/mfu/{self.role}": used}
 
-    def _loss_of_rows(self, mini_batch: DataProto, counts: LossCounts, rows: Sequence[int]) -> Loss:
+    def _loss_of_rows(
+        self,
+        mini_batch: DataProto,
+        counts: LossCounts,
+        rows: Sequence[int],
+    ) -> Loss:
         """The loss of one micro-batch, which has these rows of a mini-batch."""
         batch = mini_batch[rows].batch
         tokens = TokenRows(batch, self.device)

@@ -45,7 +45,12 @@ class ConversationCache:
         """Copy the first tokens of a kept conversation into a slot."""
         self._cache.copy(self._kept[conversation].slot, slot, num_tokens)
 
-    def keep(self, conversation: int, slot: int, token_ids: npt.NDArray[np.int64]) -> None:
+    def keep(
+        self,
+        conversation: int,
+        slot: int,
+        token_ids: npt.NDArray[np.int64],
+    ) -> None:
         """Keep the tokens that are in `slot`: where this conversation was kept before, in a free
         slot, or in place of the conversation that was kept first."""
         if conversation in self._kept:

@@ -31,7 +31,11 @@ class Conversations:
     template_options: TemplateOptions = field(default_factory=dict)
 
     def run(
-        self, engine: Engine, sampling: Sampling, rows: Sequence[PromptRow], seeds: Sequence[int]
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        rows: Sequence[PromptRow],
+        seeds: Sequence[int],
     ) -> list[Trajectory]:
         """The trajectory of each row, which has this seed. It does not depend on the order in which
         tools answer."""
@@ -68,7 +72,9 @@ class Conversations:
             raise failed.exceptions[0] from None
         if queue.errors:
             logger.warning(
-                "%d calls of tools failed; the first: %s", len(queue.errors), queue.errors[0]
+                "%d calls of tools failed; the first: %s",
+                len(queue.errors),
+                queue.errors[0],
             )
         return [task.result() for task in tasks]
 

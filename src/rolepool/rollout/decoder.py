@@ -104,7 +104,12 @@ class Decoder:
     kernels of `rollout.kernels`.
     """
 
-    def __init__(self, model: HfModule, parallel: TensorParallel, num_positions: int) -> None:
+    def __init__(
+        self,
+        model: HfModule,
+        parallel: TensorParallel,
+        num_positions: int,
+    ) -> None:
         trunk = model.model
         attention = trunk.layers[0].self_attn
         self.num_positions = num_positions
@@ -157,7 +162,12 @@ class Decoder:
         else:
             self._place.copy_(place)
 
-    def prefill(self, cache: SlotCache, tokens_t: Tensor, pieces: list[Piece]) -> Tensor:
+    def prefill(
+        self,
+        cache: SlotCache,
+        tokens_t: Tensor,
+        pieces: list[Piece],
+    ) -> Tensor:
         """Run the packed tokens of `pieces`; the final state (pieces, hidden) of each piece's last
         token."""
         slots, starts, counts = torch.tensor(pieces).T
@@ -185,13 +195,23 @@ class Decoder:
         return self._by_kernels and cache.shape.dtype.itemsize == 2 and fits
 
     def decode(
-        self, cache: SlotCache, tokens_b: Tensor, positions_b: Tensor, slots_b: Tensor, length: int
+        self,
+        cache: SlotCache,
+        tokens_b: Tensor,
+        positions_b: Tensor,
+        slots_b: Tensor,
+        length: int,
     ) -> Tensor:
         """Run one token of each row; the final states (rows, hidden). With kernels a row may use
         any slot, and none at position -1. Otherwise row i uses slot i, and all positions are less
         than `length`."""
 
-        def attend(index: int, queries_bhd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
+        def attend(
+            index: int,
+            queries_bhd: Tensor,
+            _keys: Tensor,
+            _values: Tensor,
+        ) -> Tensor:
             where = (positions_b, slots_b, self._place, index)
             attended_te: Tensor = self._kernels.attend(
                 queries_bhd,
@@ -237,7 +257,12 @@ class Decoder:
             x_te, normed_te = self._add_norm(x_te, delta_te, next_norm)
         return normed_te
 
-    def _add_norm(self, x_te: Tensor, delta_te: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def _add_norm(
+        self,
+        x_te: Tensor,
+        delta_te: Tensor,
+        norm: Norm,
+    ) -> tuple[Tensor, Tensor]:
         """The sum, and its norm. The kernel adds in place."""
         if self._by_kernels:
             normed_te = self._kernels.add_norm(x_te, delta_te, norm.weight, norm.eps)
@@ -253,13 +278,22 @@ class Decoder:
         gated_te: Tensor = self._activation(gates_te) * up_te
         return gated_te
 
-    def _storing(self, cache: SlotCache, positions_t: Tensor, slots_t: Tensor) -> Store:
+    def _storing(
+        self,
+        cache: SlotCache,
+        positions_t: Tensor,
+        slots_t: Tensor,
+    ) -> Store:
         """The function that rotates and stores the tokens at these positions of these slots."""
 
         def store_by_kernel(index: int, qkv_thd: Tensor) -> tuple[Tensor, ...]:
             where = (positions_t, slots_t, self._place, index)
             self._kernels.rotate_and_store(
-                qkv_thd, self._num_heads, self._cos, self._signed_sin, where
+                qkv_thd,
+                self._num_heads,
+                self._cos,
+                self._signed_sin,
+                where,
             )
             return tuple(qkv_thd.split(self._heads, dim=1))
 
@@ -288,7 +322,12 @@ class Decoder:
         ends_n = on_device(F.pad(counts.cumsum(0), (1, 0)).int(), self.device)
         longest = int(counts.max())
 
-        def attend(index: int, queries_thd: Tensor, keys_thd: Tensor, values_thd: Tensor) -> Tensor:
+        def attend(
+            index: int,
+            queries_thd: Tensor,
+            keys_thd: Tensor,
+            values_thd: Tensor,
+        ) -> Tensor:
             window = {}
             if self._windows[index] < longest:
                 window = {"window_size_left": self._windows[index] - 1, "window_size_right": 0}
@@ -312,7 +351,12 @@ class Decoder:
 
         return attend
 
-    def _decode_attention(self, cache: SlotCache, positions_b: Tensor, length: int) -> Attention:
+    def _decode_attention(
+        self,
+        cache: SlotCache,
+        positions_b: Tensor,
+        length: int,
+    ) -> Attention:
         """Queries of a group use the axis of positions, so that keys are read once and not
         repeated."""
         num_rows = len(positions_b)
@@ -322,12 +366,21 @@ class Decoder:
             mask_bl = _mask(positions_b, length, window, self._cos.dtype)
             masks[window] = mask_bl[:, None, None].repeat(1, 1, self._group_size, 1)
 
-        def attend(index: int, queries_bhd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
+        def attend(
+            index: int,
+            queries_bhd: Tensor,
+            _keys: Tensor,
+            _values: Tensor,
+        ) -> Tensor:
             queries_bhgd = queries_bhd.unflatten(1, (-1, self._group_size))
             keys_bhld, values_bhld = cache.read(index, slots, length)
             mask = masks[self._windows[index]]
             outputs_bhgd = F.scaled_dot_product_attention(
-                queries_bhgd, keys_bhld, values_bhld, mask, scale=self._scale
+                queries_bhgd,
+                keys_bhld,
+                values_bhld,
+                mask,
+                scale=self._scale,
             )
             return outputs_bhgd.reshape(num_rows, -1)
 
@@ -348,7 +401,12 @@ class Decoder:
                 if first.start > 0 or window < end:
                     masks[first, window] = _mask(positions_t, end, window, self._cos.dtype)
 
-        def attend(index: int, queries_thd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
+        def attend(
+            index: int,
+            queries_thd: Tensor,
+            _keys: Tensor,
+            _values: Tensor,
+        ) -> Tensor:
             outputs = []
             for group, queries in zip(groups, queries_thd.split(sizes), strict=True):
                 first = group[0]
@@ -428,7 +486,12 @@ def _window_of_layer(config: HfConfig, index: int) -> int:
     return config.sliding_window or UNLIMITED
 
 
-def _mask(positions_t: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
+def _mask(
+    positions_t: Tensor,
+    length: int,
+    window: int,
+    dtype: torch.dtype,
+) -> Tensor:
     """The mask (positions, length) to add to scores: -inf for tokens that the token at a position
     does not attend to, of the first `length` tokens."""
     seen_l = torch.arange(length, device=positions_t.device)

@@ -127,7 +127,9 @@ class Generate:
         return had_all_turns or had_all_answers or not self.has_room(trajectory)
 
     async def __call__(
-        self, trajectory: Trajectory, max_new_tokens: int | None = None
+        self,
+        trajectory: Trajectory,
+        max_new_tokens: int | None = None,
     ) -> Completion:
         """Sample the next turn and add it to the trajectory. If it has no room, the turn has no
         tokens."""
@@ -148,7 +150,10 @@ class Generate:
         return completion
 
     async def run(
-        self, trajectory: Trajectory, function: Callable[..., object], *arguments: object
+        self,
+        trajectory: Trajectory,
+        function: Callable[..., object],
+        *arguments: object,
     ) -> Outcome:
         """Call a function of a module in a process of its own, within the limits of the section
         `environment`. An error is returned, not raised, and counted."""

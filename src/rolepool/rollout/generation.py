@@ -229,7 +229,10 @@ class Generation:
         self._sample(rows, final[on_device(torch.tensor(prompt_of_row), final.device)])
 
     def _prefill(
-        self, prefills: Sequence[_Prefill], pieces: list[Piece], slots: Sequence[int]
+        self,
+        prefills: Sequence[_Prefill],
+        pieces: list[Piece],
+        slots: Sequence[int],
     ) -> Tensor:
         """Run pieces of prompts; the final states of prompts that end in this micro-batch."""
         parts: list[TokenIds] = []
@@ -295,7 +298,12 @@ class Generation:
         tokens = self._parallel.first(tokens)
         self._batch.record(rows, tokens, log_probs)
 
-    def _keep(self, number: int, slot: int, tokens: npt.NDArray[np.int64]) -> None:
+    def _keep(
+        self,
+        number: int,
+        slot: int,
+        tokens: npt.NDArray[np.int64],
+    ) -> None:
         """Keep what was computed for the conversation of a request that has ended: all tokens
         except the last, which was sampled and not run."""
         entry = self._entries[number]

@@ -72,12 +72,23 @@ class SlotCache:
         first_t = slots_t * (self.shape.num_heads * self.length) + positions_t
         return (first_t[:, None] + self._head_offsets_h).view(-1)
 
-    def write(self, layer: int, places: Tensor, keys_thd: Tensor, values_thd: Tensor) -> None:
+    def write(
+        self,
+        layer: int,
+        places: Tensor,
+        keys_thd: Tensor,
+        values_thd: Tensor,
+    ) -> None:
         key_lines, value_lines = self._lines[layer]
         key_lines.index_copy_(0, places, keys_thd.reshape(-1, self.shape.head_dim))
         value_lines.index_copy_(0, places, values_thd.reshape(-1, self.shape.head_dim))
 
-    def read(self, layer: int, slots: slice, length: int) -> tuple[Tensor, Tensor]:
+    def read(
+        self,
+        layer: int,
+        slots: slice,
+        length: int,
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values (slots, heads, length, head_dim) of the first `length` tokens, as
         views."""
         return self._keys[layer, slots, :, :length], self._values[layer, slots, :, :length]
@@ -201,7 +212,9 @@ class DecodeBatch:
             limits.copy_(torch.where(is_stop, steps, limits))
 
     def pop_finished(
-        self, cache: SlotCache, leave: Leave | None = None
+        self,
+        cache: SlotCache,
+        leave: Leave | None = None,
     ) -> list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
         """Remove the rows that have ended. Returns request, tokens and log-probs of each. `leave`
         is called before that for each, while the slots still hold their tokens."""
@@ -248,7 +261,12 @@ class DecodeBatch:
             if index != source:
                 self._move_to_own_slot(index, source, cache)
 
-    def _move_to_own_slot(self, index: int, old_slot: int, cache: SlotCache) -> None:
+    def _move_to_own_slot(
+        self,
+        index: int,
+        old_slot: int,
+        cache: SlotCache,
+    ) -> None:
         """Move a row that took another row's place to that row's slot. Its old slot is behind all
         other rows."""
         row = self._rows[index]

@@ -86,7 +86,13 @@ class _DecodeState:
     batch: DecodeBatch
     graphs: StepGraphs | None
 
-    def fits(self, num_rows: int, length: int, num_new: int, stops: tuple[int, ...]) -> bool:
+    def fits(
+        self,
+        num_rows: int,
+        length: int,
+        num_new: int,
+        stops: tuple[int, ...],
+    ) -> bool:
         """Whether a call with these sizes can use it."""
         has_positions = self.decoder.num_positions >= length
         has_rows = self.batch.num_rows >= num_rows
@@ -158,7 +164,10 @@ class NativeEngine(StreamedEngine):
 
     @contextmanager
     def session(
-        self, sampling: Sampling, num_requests: int, max_tokens: int
+        self,
+        sampling: Sampling,
+        num_requests: int,
+        max_tokens: int,
     ) -> Iterator[Generation]:
         """Requests join and leave between decode steps. The cache has a second slot for each
         conversation, which keeps its tokens between turns; with too little memory, the
@@ -259,7 +268,12 @@ class NativeEngine(StreamedEngine):
         self._cache = SlotCache(shape, num_slots, length)
         return self._cache
 
-    def _take_state(self, cache: SlotCache, num_new: int, stops: tuple[int, ...]) -> _DecodeState:
+    def _take_state(
+        self,
+        cache: SlotCache,
+        num_new: int,
+        stops: tuple[int, ...],
+    ) -> _DecodeState:
         """On a GPU the state of the last call if it fits this call too, else a new one."""
         addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         num_rows = cache.num_slots

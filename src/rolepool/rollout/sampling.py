@@ -26,7 +26,12 @@ _UNIFORM_BITS = 48
 number is never 0 or 1."""
 
 
-def sample_seed(run_seed: int, prompt_id: int | str, sample_index: int, *others: int | str) -> int:
+def sample_seed(
+    run_seed: int,
+    prompt_id: int | str,
+    sample_index: int,
+    *others: int | str,
+) -> int:
     """Seed of a sample. It depends on run, prompt and sample (and on `others`, such as the step),
     and not on where the sample is generated."""
     parts = [_as_plain(part) for part in (run_seed, prompt_id, sample_index, *others)]
@@ -65,7 +70,10 @@ def filter_logits(logits_bv: Tensor, sampling: Sampling) -> Tensor:
 
 
 def choose(
-    logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Sampling
+    logits_bv: Tensor,
+    streams_b: Tensor,
+    steps_b: Tensor,
+    sampling: Sampling,
 ) -> tuple[Tensor, Tensor]:
     """The next token of each row, and its log-prob."""
     if logits_bv.is_cuda:
@@ -87,18 +95,35 @@ def choose(
 
 
 def _choose_on_gpu(
-    logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Sampling
+    logits_bv: Tensor,
+    streams_b: Tensor,
+    steps_b: Tensor,
+    sampling: Sampling,
 ) -> tuple[Tensor, Tensor]:
     from rolepool.rollout import kernels  # here, because it needs Triton
 
     if sampling.is_greedy:
         # Its log-prob is that of the softmax of the logits themselves.
-        return kernels.race(logits_bv, streams_b, steps_b, 1.0, greedy=True, floors_b=None)
+        return kernels.race(
+            logits_bv,
+            streams_b,
+            steps_b,
+            1.0,
+            greedy=True,
+            floors_b=None,
+        )
     temperature = sampling.temperature
     floors_b = None
     if sampling.top_k > 0 or sampling.top_p < 1:
         floors_b = kernels.find_floors(logits_bv, temperature, sampling.top_k, sampling.top_p)
-    return kernels.race(logits_bv, streams_b, steps_b, temperature, greedy=False, floors_b=floors_b)
+    return kernels.race(
+        logits_bv,
+        streams_b,
+        steps_b,
+        temperature,
+        greedy=False,
+        floors_b=floors_b,
+    )
 
 
 def seed_streams(seeds: list[int]) -> Tensor:

@@ -168,7 +168,11 @@ class _Instance:
     async def call(self, name: str, arguments: ToolArguments) -> Outcome:
         """Call a method. If it fails, the instance is as it was before."""
         outcome = await self.queue.run(
-            tools.call_method, self.environment, self.state, name, arguments
+            tools.call_method,
+            self.environment,
+            self.state,
+            name,
+            arguments,
         )
         if outcome.error is not None:
             return outcome

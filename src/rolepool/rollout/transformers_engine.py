@@ -47,7 +47,12 @@ class TransformersEngine(StreamedEngine):
     """Generates with `model`, a causal language model of transformers, at most `max_num_seqs`
     sequences at a time."""
 
-    def __init__(self, model: HfModule, max_num_seqs: int, shared_weights: bool = False) -> None:
+    def __init__(
+        self,
+        model: HfModule,
+        max_num_seqs: int,
+        shared_weights: bool = False,
+    ) -> None:
         super().__init__(model.eval())
         self.shared_weights = shared_weights
         self.max_num_seqs = max_num_seqs

@@ -118,7 +118,14 @@ def _cache_bytes(config: Config, dims: ParallelDims, load_model: Callable[[], nn
         weights_bytes = BF16 * num_params // dims.tp
         free_bytes = share_bytes - weights_bytes
         return cache_room(share_bytes, free_bytes, weights_bytes, keys.gpu_memory_utilization)
-    memory = generation_memory(config, shape, dims, keys.max_num_seqs, limit=None, room=None)
+    memory = generation_memory(
+        config,
+        shape,
+        dims,
+        keys.max_num_seqs,
+        limit=None,
+        room=None,
+    )
     free_bytes = share_bytes - memory.weights
     room_bytes = cache_room(share_bytes, free_bytes, memory.weights, keys.gpu_memory_utilization)
     length = config.tokens_of_longest_row
@@ -152,7 +159,12 @@ class VllmEngine(StreamedEngine):
     device, `model` is on that GPU while they arrive, and takes no memory at other times.
     """
 
-    def __init__(self, client: VllmClient, model: nn.Module, gpu: str | None = None) -> None:
+    def __init__(
+        self,
+        client: VllmClient,
+        model: nn.Module,
+        gpu: str | None = None,
+    ) -> None:
         super().__init__(model if gpu is None else model.to("meta"))
         self._client = client
         self._gpu = gpu
@@ -177,7 +189,10 @@ class VllmEngine(StreamedEngine):
 
     @contextmanager
     def session(
-        self, sampling: Sampling, num_requests: int = 0, max_tokens: int = 0
+        self,
+        sampling: Sampling,
+        num_requests: int = 0,
+        max_tokens: int = 0,
     ) -> Iterator["_Session"]:
         """Requests join and leave between decode steps. vLLM itself keeps the tokens of earlier
         turns."""
@@ -190,7 +205,9 @@ class VllmEngine(StreamedEngine):
                 self.ask("abort", list(session.running))
 
     def update_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        version: int | None,
     ) -> Receipt | None:
         if self._gpu is not None and self._arriving is None:
             self.model.to_empty(device=self._gpu)
@@ -223,7 +240,9 @@ class VllmEngine(StreamedEngine):
             )
 
     def _digests_of(
-        self, weights: Mapping[str, Tensor], digests: Mapping[str, Digest]
+        self,
+        weights: Mapping[str, Tensor],
+        digests: Mapping[str, Digest],
     ) -> dict[str, Digest]:
         """The digests of weights under the names in files. Most weights are the model's own, whose
         digests are known."""

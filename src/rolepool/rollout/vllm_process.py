@@ -40,7 +40,13 @@ Handle = dict[str, tuple[object, ...]]
 class Server:
     """The calls that can be made."""
 
-    def start(self, arguments: dict[str, object], rank: int, size: int, port: int) -> None:
+    def start(
+        self,
+        arguments: dict[str, object],
+        rank: int,
+        size: int,
+        port: int,
+    ) -> None:
         """The first call. The others need what it makes."""
 
         class OneOfGroup(ExecutorWithExternalLauncher):  # type: ignore[misc]  # mypy cannot see the base
@@ -51,7 +57,9 @@ class Server:
 
         executor: object = OneOfGroup if size > 1 else "uni"
         self._llm = LLM(
-            **arguments, tensor_parallel_size=size, distributed_executor_backend=executor
+            **arguments,
+            tensor_parallel_size=size,
+            distributed_executor_backend=executor,
         )
         # All ranks have opened this shared memory, and nobody could remove it after a kill.
         for memory in Path("/dev/shm").glob(f"{port}-*-cpushm_*"):
