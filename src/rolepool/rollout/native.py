@@ -60,9 +60,14 @@ def native_engine(
     def room_on_gpu() -> int:
         """Bytes that a cache may take now on this process's GPU."""
         _, total_bytes = torch.cuda.mem_get_info()
-        share_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction())
-        utilization = keys.gpu_memory_utilization
-        return cache_room(share_bytes, free_bytes("cuda"), model_bytes, utilization)
+        fraction = torch.cuda.get_per_process_memory_fraction()
+        share_bytes = int(total_bytes * fraction)
+        return cache_room(
+            share_bytes,
+            free_bytes("cuda"),
+            model_bytes,
+            keys.gpu_memory_utilization,
+        )
 
     return NativeEngine(
         model,
@@ -97,7 +102,8 @@ class _DecodeState:
         has_positions = self.decoder.num_positions >= length
         has_rows = self.batch.num_rows >= num_rows
         has_columns = self.batch.max_new_tokens >= num_new
-        return has_positions and has_rows and has_columns and self.batch.stop_token_ids == stops
+        is_large_enough = has_positions and has_rows and has_columns
+        return is_large_enough and self.batch.stop_token_ids == stops
 
 
 class NativeEngine(StreamedEngine):
@@ -151,14 +157,18 @@ class NativeEngine(StreamedEngine):
         self._check_requests(requests, sampling)
         if not requests:
             return []
-        nums_new = [request.num_new(sampling) for request in requests]
-        nums_prompt = [len(request.token_ids) for request in requests]
-        length = max(map(sum, zip(nums_prompt, nums_new, strict=True)))
-        longest = replace(sampling, max_new_tokens=max(nums_new))
+        num_requests = len(requests)
+        length = 0
+        most_new = 0
+        for request in requests:
+            num_new = request.num_new(sampling)
+            length = max(length, len(request.token_ids) + num_new)
+            most_new = max(most_new, num_new)
+        longest = replace(sampling, max_new_tokens=most_new)
         completions: dict[int, Completion] = {}
-        with self._running(longest, num_requests=len(requests), length=length) as generation:
+        with self._running(longest, num_requests, length) as generation:
             numbers = generation.enqueue(requests, sampling)
-            while len(completions) < len(requests):
+            while len(completions) < num_requests:
                 completions.update(generation.step())
         return [completions[number] for number in numbers]
 
@@ -219,11 +229,12 @@ class NativeEngine(StreamedEngine):
         problems = []
         vocab_size = self._vocab_size
         for index, request in enumerate(requests):
+            token_ids = request.token_ids
             num_new = request.num_new(sampling)
-            num_prompt = len(request.token_ids)
+            num_prompt = len(token_ids)
             if num_new < 1:
                 problems.append(f"request {index}: max_new_tokens={num_new}: must be 1 or more")
-            if not num_prompt or min(request.token_ids) < 0 or max(request.token_ids) >= vocab_size:
+            if not num_prompt or min(token_ids) < 0 or max(token_ids) >= vocab_size:
                 problems.append(
                     f"request {index}: the prompt must have tokens, with ids in 0..{vocab_size - 1}"
                 )
@@ -240,11 +251,18 @@ class NativeEngine(StreamedEngine):
         """Cache, decoder and batch of a call, with those of the last call if they are large
         enough."""
         stops = () if sampling.ignore_eos else sampling.stop_token_ids
-        cache = self._take_cache(schedule.num_slots + schedule.num_kept, schedule.length)
+        num_slots = schedule.num_slots + schedule.num_kept
+        cache = self._take_cache(num_slots, schedule.length)
         state = self._take_state(cache, sampling.max_new_tokens, stops)
         if self._on_gpu:
             state.decoder.locate(cache)
-        return Machinery(cache, state.decoder, state.batch, state.graphs, self.parallel)
+        return Machinery(
+            cache=cache,
+            decoder=state.decoder,
+            batch=state.batch,
+            graphs=state.graphs,
+            parallel=self.parallel,
+        )
 
     def _take_cache(self, num_slots: int, length: int) -> SlotCache:
         """The cache of the last call if it is large enough, else a new one, of the same size on all
@@ -257,11 +275,12 @@ class NativeEngine(StreamedEngine):
         self._cache = last = None
         if self.cache_bytes is not None:
             num_bytes = self.parallel.smallest(self.cache_bytes(), shape.device)
-            num_slots = min(num_slots, num_bytes // shape.slot_bytes(length))
+            slot_bytes = shape.slot_bytes(length)
+            num_slots = min(num_slots, num_bytes // slot_bytes)
             if num_slots < 1:
                 raise RolepoolError(
                     f"the rollout's KV cache may use {num_bytes:,} bytes, but one sequence of "
-                    f"{length} tokens needs {shape.slot_bytes(length):,}: raise "
+                    f"{length} tokens needs {slot_bytes:,}: raise "
                     "actor_rollout_ref.rollout.gpu_memory_utilization, or shorten "
                     "data.max_prompt_length or data.max_response_length"
                 )
@@ -275,7 +294,8 @@ class NativeEngine(StreamedEngine):
         stops: tuple[int, ...],
     ) -> _DecodeState:
         """On a GPU the state of the last call if it fits this call too, else a new one."""
-        addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
+        parameters = self.model.parameters()
+        addresses = tuple(parameter.data_ptr() for parameter in parameters)
         num_rows = cache.num_slots
         length = cache.length
         last = self._state
@@ -291,11 +311,18 @@ class NativeEngine(StreamedEngine):
             # With room for longer sequences in later calls.
             next_power_of_2 = 2 ** (length - 1).bit_length()
             length = min(self._max_positions, next_power_of_2)
+        batch = DecodeBatch(
+            num_rows,
+            max_new_tokens=num_new,
+            stop_token_ids=stops,
+            device=cache.shape.device,
+            scattered=self._on_gpu,
+        )
         state = _DecodeState(
-            addresses,
-            self._decoder_type(self.model, self.parallel, length),
-            DecodeBatch(num_rows, num_new, stops, cache.shape.device, scattered=self._on_gpu),
-            StepGraphs() if self._captures else None,
+            addresses=addresses,
+            decoder=self._decoder_type(self.model, self.parallel, length),
+            batch=batch,
+            graphs=StepGraphs() if self._captures else None,
         )
         if self._on_gpu:
             self._state = state

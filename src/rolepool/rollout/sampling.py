@@ -34,8 +34,9 @@ def sample_seed(
 ) -> int:
     """Seed of a sample. It depends on run, prompt and sample (and on `others`, such as the step),
     and not on where the sample is generated."""
-    parts = [_as_plain(part) for part in (run_seed, prompt_id, sample_index, *others)]
-    return derive_seed("sample", *parts)
+    parts = (run_seed, prompt_id, sample_index, *others)
+    plain_parts = [_as_plain(part) for part in parts]
+    return derive_seed("sample", *plain_parts)
 
 
 def _as_plain(part: int | str) -> int | str:
@@ -57,14 +58,17 @@ def filter_logits(logits_bv: Tensor, sampling: Sampling) -> Tensor:
         scores_bv = scores_bv / sampling.temperature
     num_tokens = scores_bv.shape[-1]
     if 0 < sampling.top_k < num_tokens:
-        least_b1 = scores_bv.topk(sampling.top_k, dim=-1).values[:, -1:]
+        largest_bk = scores_bv.topk(sampling.top_k, dim=-1).values
+        least_b1 = largest_bk[:, -1:]
         scores_bv = scores_bv.masked_fill(scores_bv < least_b1, -torch.inf)
     if sampling.top_p < 1:
         ascending_bv = scores_bv.sort(dim=-1).values
-        is_dropped_bv = ascending_bv.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
+        probs_bv = ascending_bv.softmax(dim=-1)
+        is_dropped_bv = probs_bv.cumsum(dim=-1) <= 1 - sampling.top_p
         # The most likely token stays, also if rounding says that it is not needed.
         is_dropped_bv[:, -1] = False
-        least_b1 = ascending_bv.masked_fill(is_dropped_bv, torch.inf).amin(dim=-1, keepdim=True)
+        kept_bv = ascending_bv.masked_fill(is_dropped_bv, torch.inf)
+        least_b1 = kept_bv.amin(dim=-1, keepdim=True)
         scores_bv = scores_bv.masked_fill(scores_bv < least_b1, -torch.inf)
     return scores_bv
 
@@ -83,15 +87,18 @@ def choose(
         best_b, token_b = scores_bv.max(dim=-1)
         return token_b, best_b - scores_bv.logsumexp(dim=-1)
 
-    probs_bv = filter_logits(logits_bv, sampling).softmax(dim=-1)
+    scores_bv = filter_logits(logits_bv, sampling)
+    probs_bv = scores_bv.softmax(dim=-1)
     cumulative_bv = probs_bv.cumsum(dim=-1, dtype=torch.float64)
     # In float64 and scaled by the last entry, so that rounding cannot select a token of
     # probability 0.
-    target_b1 = uniforms(streams_b, steps_b)[:, None] * cumulative_bv[:, -1:]
+    uniform_b1 = uniforms(streams_b, steps_b)[:, None]
+    target_b1 = uniform_b1 * cumulative_bv[:, -1:]
     last_token = probs_bv.shape[-1] - 1
-    token_b1 = torch.searchsorted(cumulative_bv, target_b1, right=True).clamp_(max=last_token)
-    log_prob_b = probs_bv.gather(1, token_b1)[:, 0].log_()
-    return token_b1[:, 0], log_prob_b
+    token_b1 = torch.searchsorted(cumulative_bv, target_b1, right=True)
+    token_b1 = token_b1.clamp_(max=last_token)
+    prob_b = probs_bv.gather(1, token_b1)[:, 0]
+    return token_b1[:, 0], prob_b.log_()
 
 
 def _choose_on_gpu(
@@ -115,7 +122,12 @@ def _choose_on_gpu(
     temperature = sampling.temperature
     floors_b = None
     if sampling.top_k > 0 or sampling.top_p < 1:
-        floors_b = kernels.find_floors(logits_bv, temperature, sampling.top_k, sampling.top_p)
+        floors_b = kernels.find_floors(
+            logits_bv,
+            temperature,
+            sampling.top_k,
+            sampling.top_p,
+        )
     return kernels.race(
         logits_bv,
         streams_b,
