@@ -78,7 +78,9 @@ class Completion:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Completion):
             return False
-        return all(map(np.array_equal, vars(self).values(), vars(other).values()))
+        own_values = vars(self).values()
+        other_values = vars(other).values()
+        return all(map(np.array_equal, own_values, other_values))
 
 
 ABILITIES = {
