@@ -68,10 +68,8 @@ def read_model_config(
         )
     for file in sorted(folder.glob("*.safetensors")):
         # Opening a file checks it.
-        with (
-            explained(f"{key}={path}: {file.name} is damaged", "copy it again", *UNREADABLE),
-            safe_open(file, "pt"),
-        ):
+        problem = f"{key}={path}: {file.name} is damaged"
+        with explained(problem, "copy it again", *UNREADABLE), safe_open(file, "pt"):
             pass
     return model_config
 
@@ -96,7 +94,8 @@ def load_policy(
     `reads_weights=False`, its weights are undefined until a saved state is loaded."""
     load = _load if reads_weights else _without_weights
     auto = transformers.AutoModelForCausalLM
-    model = load(config, "actor_rollout_ref.model", auto, dtype, packed)
+    section = "actor_rollout_ref.model"
+    model = load(config, section, auto, dtype, packed)
     return add_token_scores(model, has_plain_head=_has_plain_head(model))
 
 
@@ -105,7 +104,8 @@ def _has_plain_head(model: transformers.PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         return False
-    return all(getattr(model.config, name, None) in (None, 1) for name in CHANGES_LOGITS)
+    settings = [getattr(model.config, name, None) for name in CHANGES_LOGITS]
+    return all(setting in (None, 1) for setting in settings)
 
 
 def load_critic(
@@ -167,17 +167,22 @@ def _load(
     model: transformers.PreTrainedModel
     with explained(f"{where}: cannot be loaded", FIX, *UNREADABLE), _quiet_transformers():
         model_class = _token_classifier(model_config) if has_new_head else auto
-        model, info = model_class.from_pretrained(str(Path(path).expanduser()), **settings)
+        folder = Path(path).expanduser()
+        model, info = model_class.from_pretrained(str(folder), **settings)
 
     missing = sorted(info["missing_keys"])
     if has_new_head:
         # The trunk must be complete. What is outside of it is the new head.
-        missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
+        prefix = f"{model.base_model_prefix}."
+        missing = [name for name in missing if name.startswith(prefix)]
     _check_none(where, model, missing, "are not in its files")
     of_other_shape = sorted(name for name, *_ in info["mismatched_keys"])
     _check_none(where, model, of_other_shape, "have another shape in its files")
 
-    damaged = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
+    damaged: list[str] = []
+    for name, weight in model.named_parameters():
+        if not _is_finite(weight):
+            damaged.append(name)
     if damaged:
         what = f"weights are not finite ({first_few(damaged, 3)}), so every result would be NaN"
         raise ConfigError(

@@ -23,7 +23,8 @@ def num_passes(lengths: Sequence[int], max_tokens: int) -> int:
     fewest = max(1, -(-sum(lengths) // limit))
     for count in range(fewest, len(lengths)):
         parts = balanced(lengths, count)
-        most_tokens = max(_num_tokens(lengths, part) for part in parts)
+        nums_tokens = [_num_tokens(lengths, part) for part in parts]
+        most_tokens = max(nums_tokens)
         if most_tokens <= limit:
             return count
     return max(1, len(lengths))
@@ -43,12 +44,18 @@ def balanced(
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     # The parts that have room: their tokens, their rows, and their numbers.
     heap = [(0, 0, part) for part in range(num_parts)]
-    longest_first = sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True)
+    longest_first = sorted(
+        range(len(lengths)),
+        key=lambda row: lengths[row],
+        reverse=True,
+    )
     for row in longest_first:
-        tokens, size, part = heapq.heappop(heap)
+        num_tokens, num_rows, part = heapq.heappop(heap)
         parts[part].append(row)
-        if size + 1 != max_rows:
-            heapq.heappush(heap, (tokens + lengths[row], size + 1, part))
+        num_tokens += lengths[row]
+        num_rows += 1
+        if num_rows != max_rows:
+            heapq.heappush(heap, (num_tokens, num_rows, part))
     return [sorted(part) for part in parts]
 
 
@@ -69,7 +76,8 @@ def rank_order(
         assert len(rows) % num_ranks == 0
         size = len(rows) // num_ranks
         if balance:
-            parts = balanced([lengths[row] for row in rows], num_ranks, size)
+            own_lengths = [lengths[row] for row in rows]
+            parts = balanced(own_lengths, num_ranks, size)
         else:
             parts = by_rows(len(rows), size)
         first_row = rows[0]

@@ -52,7 +52,11 @@ def shard(model: nn.Module, device: str, dims: ParallelDims) -> nn.Module:
     sizes = {"shard": dims.shard}
     if dims.num_replicas > 1:
         sizes = {"replicate": dims.num_replicas, **sizes}
-    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(
+        device,
+        mesh_shape=tuple(sizes.values()),
+        mesh_dim_names=tuple(sizes),
+    )
     shard_over(mesh, model, layers, device)
     for name in own_methods:
         register_fsdp_forward_method(model, name)
@@ -76,7 +80,10 @@ def shard_over(
     # Weights, gradients and optimizer states stay in fp32; a GPU computes in bf16.
     policy = MixedPrecisionPolicy()
     if device != "cpu":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+        )
     # Layers move to the device one by one when they are sharded, so the whole model never has to
     # fit there. FSDP2 warns about in-place changes to outputs that are views; rolepool makes none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -122,7 +129,10 @@ def compute_in(
             names.add(name)
             of_layers.add(weight)
         _use_copies(dtype, layer, "forward", names)
-    around = {name for name, weight in model.named_parameters() if weight not in of_layers}
+    around: set[str] = set()
+    for name, weight in model.named_parameters():
+        if weight not in of_layers:
+            around.add(name)
     for method in methods:
         _use_copies(dtype, model, method, around)
 

@@ -5,7 +5,7 @@ Owns how the layers of Llama-, Mistral-, Qwen2- and Qwen3-like models are comput
 own weights, activation and rotary tables. Does not know about requests, sampling or scheduling.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -569,7 +569,7 @@ def _store_together(parameters: list[Tensor]) -> None:
         parameter.data = view
 
 
-def _joined(parts: list[Tensor], *, or_copy: bool = False) -> Tensor | None:
+def _joined(parts: Sequence[Tensor], *, or_copy: bool = False) -> Tensor | None:
     """One tensor over parts that follow each other in one storage; otherwise a copy, or None."""
     if _are_one_block(parts):
         first = parts[0].detach()
@@ -577,11 +577,11 @@ def _joined(parts: list[Tensor], *, or_copy: bool = False) -> Tensor | None:
         shape = (total_length, *first.shape[1:])
         return first.as_strided(shape, first.stride())
     if or_copy:
-        return torch.cat(parts)
+        return torch.cat(list(parts))
     return None
 
 
-def _are_one_block(parts: list[Tensor]) -> bool:
+def _are_one_block(parts: Sequence[Tensor]) -> bool:
     """Whether the parts follow each other in one storage, without gaps."""
     storages = {part.untyped_storage().data_ptr() for part in parts}
     if len(storages) != 1:
