@@ -19,8 +19,10 @@ def by_rows(num_rows: int, rows_per_part: int) -> list[list[int]]:
 def num_passes(lengths: Sequence[int], max_tokens: int) -> int:
     """The fewest micro-batches of at most `max_tokens` tokens (or of one longer row) that
     `balanced` can make."""
-    limit = max(max_tokens, max(lengths, default=0))
-    fewest = max(1, -(-sum(lengths) // limit))
+    longest = max(lengths, default=0)
+    limit = max(max_tokens, longest)
+    total = sum(lengths)
+    fewest = max(1, -(-total // limit))
     for count in range(fewest, len(lengths)):
         parts = balanced(lengths, count)
         nums_tokens = [_num_tokens(lengths, part) for part in parts]

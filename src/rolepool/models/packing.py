@@ -385,8 +385,8 @@ def _score(
     chosen_z = precise(chosen) * factor
     log_probs = chosen_z - largest - log_total
 
-    weighted = torch.where(weights == 0, 0, weights * below)
-    entropies = log_total - weighted.sum(dim=-1) / total
+    weighted = torch.where(weights == 0, 0, weights * below).sum(dim=-1)
+    entropies = log_total - weighted / total
     return log_sum, log_probs, entropies
 
 

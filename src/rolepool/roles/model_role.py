@@ -76,7 +76,8 @@ class ModelRole(Worker):
         parts: list[Computed] = []
         with self.placed.on_device():
             for rows in split:
-                num_tokens, num_attended = work_of(lengths[row] for row in rows)
+                own_lengths = [lengths[row] for row in rows]
+                num_tokens, num_attended = work_of(own_lengths)
                 with part("score", num_tokens, num_attended):
                     token_rows = TokenRows(batch[rows].batch, self.device)
                     parts.append(compute(token_rows))

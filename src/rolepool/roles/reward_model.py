@@ -80,14 +80,16 @@ class RewardModel(ModelRole):
 
         def score(rows: TokenRows) -> Scores:
             inputs, _ = rows.padded_inputs(self.pad_token_id)  # on the right
-            logits: Tensor = self.placed.model(**inputs, use_cache=False).logits
+            outputs = self.placed.model(**inputs, use_cache=False)
+            logits: Tensor = outputs.logits
             if self.of_all_tokens is not None:
                 # The model itself would score before the last token if the policy has written a
                 # pad token there.
-                last = inputs["attention_mask"].sum(dim=1) - 1
-                numbers = torch.arange(len(last))
-                logits = self.of_all_tokens[numbers, last]
-            return Scores(scores=logits[:, 0].float())
+                num_tokens = inputs["attention_mask"].sum(dim=1)
+                row_numbers = torch.arange(len(num_tokens))
+                logits = self.of_all_tokens[row_numbers, num_tokens - 1]
+            scores_of_rows = logits[:, 0]
+            return Scores(scores=scores_of_rows.float())
 
         tokens = Tokens(
             input_ids=input_ids,

@@ -258,13 +258,11 @@ class Decoder:
         next_norms.append(self._norm)
         layers = zip(self.layers, next_norms, strict=True)
         for index, (layer, next_norm) in enumerate(layers):
-            qkv_te = layer.qkv(normed_te)
-            qkv_thd = qkv_te.unflatten(1, (-1, self._head_dim))
+            qkv_thd = layer.qkv(normed_te).unflatten(1, (-1, self._head_dim))
             if layer.head_norms is not None:
                 q_norm, k_norm = layer.head_norms
                 queries_thd, keys_thd, values_thd = qkv_thd.split(self._heads, dim=1)
-                normed_thd = (q_norm(queries_thd), k_norm(keys_thd), values_thd)
-                qkv_thd = torch.cat(normed_thd, dim=1)
+                qkv_thd = torch.cat((q_norm(queries_thd), k_norm(keys_thd), values_thd), dim=1)
             queries_thd, keys_thd, values_thd = store(index, qkv_thd)
             attended_te = attention(index, queries_thd, keys_thd, values_thd)
             delta_te = self._parallel.sum(layer.out(attended_te))
@@ -472,11 +470,14 @@ def _group_alike(pieces: list[Piece]) -> list[list[Piece]]:
     """Groups of adjacent pieces in adjacent slots that have the same start and length."""
     groups: list[list[Piece]] = []
     for piece in pieces:
-        last = groups[-1][-1] if groups else None
-        if last is not None and piece == last._replace(slot=last.slot + 1):
-            groups[-1].append(piece)
-        else:
-            groups.append([piece])
+        if groups:
+            last_group = groups[-1]
+            last = last_group[-1]
+            next_alike = last._replace(slot=last.slot + 1)
+            if piece == next_alike:
+                last_group.append(piece)
+                continue
+        groups.append([piece])
     return groups
 
 

@@ -203,9 +203,13 @@ class Generation:
         prefills: list[_Prefill] = []
         for numbers in numbers_of.values():
             first = self._entries[numbers[0]]
-            prompt = first.prompt
-            start = self._conversations.num_kept(first.conversation, prompt)
-            prefills.append(_Prefill(start, prompt, numbers))
+            start = self._conversations.num_kept(first.conversation, first.prompt)
+            prefill = _Prefill(
+                start=start,
+                prompt=first.prompt,
+                numbers=numbers,
+            )
+            prefills.append(prefill)
 
         def order(prefill: _Prefill) -> tuple[int, int]:
             # Prompts that continue after the same number of tokens are neighbours, because they are
@@ -225,9 +229,9 @@ class Generation:
         numbers = [prefill.numbers[0] for prefill in prefills]
         prompt_of_row = list(range(len(prefills)))
         for index, prefill in enumerate(prefills):
-            for number in prefill.numbers[1:]:
-                numbers.append(number)
-                prompt_of_row.append(index)
+            others = prefill.numbers[1:]
+            numbers.extend(others)
+            prompt_of_row.extend([index] * len(others))
         entries = [self._entries[number] for number in numbers]
         lengths = [len(entry.prompt) for entry in entries]
         slots = self._batch.enter(
@@ -240,8 +244,7 @@ class Generation:
             if prefill.start > 0 and entry.conversation is not None:
                 self._conversations.restore(entry.conversation, slot, prefill.start)
         micro_batches = _split_prompts(prefills, self._schedule.max_num_batched_tokens)
-        final_states = [self._prefill(prefills, pieces, slots) for pieces in micro_batches]
-        final = torch.cat(final_states)
+        final = torch.cat([self._prefill(prefills, pieces, slots) for pieces in micro_batches])
         for row in range(len(prefills), len(numbers)):
             source = slots[prompt_of_row[row]]
             self._cache.copy(source, slots[row], lengths[row])

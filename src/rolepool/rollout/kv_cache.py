@@ -240,11 +240,12 @@ class DecodeBatch:
         """Append the next token to each of `rows` that has not ended."""
         steps = self.steps[rows]
         limits = self.limits[rows]
+        slots = self.slots[rows]
         is_active = steps < limits
         # Rows that have ended store into the last column instead of being left out, because a
         # captured step cannot copy numbers of rows from the host.
         columns = steps.masked_fill(~is_active, self.max_new_tokens)
-        places = (self.slots[rows], columns)
+        places = (slots, columns)
         self._sampled.index_put_(places, tokens)
         self._log_probs.index_put_(places, log_probs)
         earlier_tokens = self.tokens[rows]

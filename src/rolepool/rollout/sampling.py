@@ -63,12 +63,10 @@ def filter_logits(logits_bv: Tensor, sampling: Sampling) -> Tensor:
         scores_bv = scores_bv.masked_fill(scores_bv < least_b1, -torch.inf)
     if sampling.top_p < 1:
         ascending_bv = scores_bv.sort(dim=-1).values
-        probs_bv = ascending_bv.softmax(dim=-1)
-        is_dropped_bv = probs_bv.cumsum(dim=-1) <= 1 - sampling.top_p
+        is_dropped_bv = ascending_bv.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
         # The most likely token stays, also if rounding says that it is not needed.
         is_dropped_bv[:, -1] = False
-        kept_bv = ascending_bv.masked_fill(is_dropped_bv, torch.inf)
-        least_b1 = kept_bv.amin(dim=-1, keepdim=True)
+        least_b1 = ascending_bv.masked_fill(is_dropped_bv, torch.inf).amin(dim=-1, keepdim=True)
         scores_bv = scores_bv.masked_fill(scores_bv < least_b1, -torch.inf)
     return scores_bv
 
@@ -87,8 +85,7 @@ def choose(
         best_b, token_b = scores_bv.max(dim=-1)
         return token_b, best_b - scores_bv.logsumexp(dim=-1)
 
-    scores_bv = filter_logits(logits_bv, sampling)
-    probs_bv = scores_bv.softmax(dim=-1)
+    probs_bv = filter_logits(logits_bv, sampling).softmax(dim=-1)
     cumulative_bv = probs_bv.cumsum(dim=-1, dtype=torch.float64)
     # In float64 and scaled by the last entry, so that rounding cannot select a token of
     # probability 0.

@@ -86,8 +86,7 @@ def vllm_engine(
     )
     try:
         model = load_model()
-        names = dict(model.named_parameters())
-        has_experts = any(".experts." in name for name in names)
+        has_experts = any(".experts." in name for name, _ in model.named_parameters())
         if on_cpu and has_experts:
             problem = "vLLM cannot take new weights of a model with experts on a CPU"
             raise ConfigError(f"actor_rollout_ref.rollout.name=vllm: {problem}; use transformers")
