@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from rolepool.data import rules
 from rolepool.data.rules import (
     RULES,
     answer_tag,
@@ -141,13 +142,6 @@ def test_the_flexible_rule_needs_a_number_too() -> None:
 # math: boxed answer, ground truth, score
 
 
-@pytest.fixture
-def without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the package were not installed."""
-    monkeypatch.setattr(rules, "_HAS_MATH_VERIFY", False)
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-
-
 MATH = [
     ("5", "5", 1),
     ("5", "6", 0),
@@ -198,10 +192,45 @@ MATH = [
 ]
 
 
-@pytest.mark.usefixtures("without_math_verify")
+EQUAL = [
+    ("x+1", "1+x"),
+    ("\\{1,2\\}", "\\{2,1\\}"),
+    ("\\frac{2}{4}", "\\frac{1}{2}"),
+    ("0.5", "\\frac{1}{2}"),
+]
+WITHOUT_MATH_VERIFY = """
+import json, sys
+sys.modules["math_verify"] = None  # now Python finds no such package
+from rolepool.data.rules import math_boxed
+print(json.dumps([math_boxed(response, truth) for response, truth in json.load(sys.stdin)]))
+"""
+
+
+def in_a_box(answer: str) -> str:
+    return f"So the answer is $\\boxed{{{answer}}}$."
+
+
+@pytest.fixture(scope="module")
+def scores_without_math_verify() -> dict[tuple[str, str], float]:
+    """The scores of all answers and ground truths, in a process that cannot import the package."""
+    pairs = [*[(answer, truth) for answer, truth, _ in MATH], *EQUAL]
+    rows = [(in_a_box(answer), truth) for answer, truth in pairs]
+    command = [sys.executable, "-c", WITHOUT_MATH_VERIFY]
+    ended = subprocess.run(
+        command, input=json.dumps(rows), capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    return dict(zip(pairs, json.loads(ended.stdout), strict=True))
+
+
 @pytest.mark.parametrize(("answer", "truth", "score"), MATH)
-def test_math_compares_what_latex_means(answer: str, truth: str, score: float) -> None:
-    assert math_boxed(f"So the answer is $\\boxed{{{answer}}}$.", truth) == score
+def test_math_compares_what_latex_means(
+    answer: str,
+    truth: str,
+    score: float,
+    scores_without_math_verify: dict[tuple[str, str], float],
+) -> None:
+    assert scores_without_math_verify[answer, truth] == score
 
 
 @pytest.mark.parametrize(
@@ -235,18 +264,11 @@ def test_a_ground_truth_must_be_something(rule: str, truth: Any) -> None:
         RULES[rule]("\\boxed{5}", truth)
 
 
-EQUAL = [
-    ("x+1", "1+x"),
-    ("\\{1,2\\}", "\\{2,1\\}"),
-    ("\\frac{2}{4}", "\\frac{1}{2}"),
-    ("0.5", "\\frac{1}{2}"),
-]
-
-
-@pytest.mark.usefixtures("without_math_verify")
 @pytest.mark.parametrize(("answer", "truth"), EQUAL)
-def test_without_math_verify_only_spellings_are_compared(answer: str, truth: str) -> None:
-    assert math_boxed(f"\\boxed{{{answer}}}", truth) == 0
+def test_without_math_verify_only_spellings_are_compared(
+    answer: str, truth: str, scores_without_math_verify: dict[tuple[str, str], float]
+) -> None:
+    assert scores_without_math_verify[answer, truth] == 0
 
 
 @pytest.mark.parametrize(("answer", "truth"), EQUAL)

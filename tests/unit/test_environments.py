@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +29,12 @@ from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.rollout import Rollout
 from rolepool.roles.rule_reward import RuleReward
 from rolepool.roles.setups import RolloutSetup, RuleRewardSetup
-from rolepool.rollout.conversation_queue import ConversationQueue
 from rolepool.rollout.engine import Completion, Engine, Request, Sampling
 from rolepool.rollout.environments import Generate, Trajectory
 from rolepool.rollout.tool_loop import added_tokens, parse_hermes
 
 HERE = "actor_rollout_ref.rollout"
 NUM_ROWS = 12
-
-
-@pytest.fixture
-def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Completion]]:
-    """What the engine samples, by the number of the conversation."""
-    found: dict[int, list[Completion]] = {}
-    generate = ConversationQueue.generate
-
-    async def noted(self: Any, request: Request) -> Completion:
-        completion = await generate(self, request)
-        found.setdefault(request.conversation or 0, []).append(completion)
-        return completion
-
-    monkeypatch.setattr(ConversationQueue, "generate", noted)
-    return found
 
 
 def config_with(demo: Demo, name: str, *overrides: str, response: int = 24) -> Any:
@@ -348,19 +333,27 @@ def parse_script(text: str) -> list[tuple[str, dict[str, Any]]]:
     return CALLS
 
 
-MESSAGES: list[str] = []
+class NotingTokenizer:
+    """A tokenizer that notes what tools say in the chats that it writes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.tool_texts: list[str] = []
+
+    def apply_chat_template(self, chat: list[dict[str, Any]], **options: Any) -> str:
+        self.tool_texts += [message["content"] for message in chat if message["role"] == "tool"]
+        return str(self._tokenizer.apply_chat_template(chat, **options))
+
+    def __call__(self, *texts: Any, **options: Any) -> Any:
+        return self._tokenizer(*texts, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
 
 def test_what_goes_wrong_in_a_tool_becomes_a_message_and_is_counted(
-    demo: Demo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    demo: Demo, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from rolepool.rollout import tool_loop
-
-    def noted(tokenizer: Any, messages: list[dict[str, Any]], *more: Any) -> list[int]:
-        MESSAGES.extend(message["content"] for message in messages)
-        return added_tokens(tokenizer, messages, *more)
-
-    monkeypatch.setattr(tool_loop, "added_tokens", noted)
     keys = [
         "environment.timeout_s=0.5",
         "environment.memory_gb=0.5",
@@ -371,17 +364,22 @@ def test_what_goes_wrong_in_a_tool_becomes_a_message_and_is_counted(
         f"{HERE}.multi_turn.max_turn_tokens=2",
     ]
     rollout = make_rollout(demo, "Counter", *keys, response=100)
+    assert rollout.conversations is not None
+    tokenizer: Any = NotingTokenizer(rollout.conversations.tokenizer)
+    rollout.conversations = replace(rollout.conversations, tokenizer=tokenizer)
     batch = rollout.generate_sequences(prompts(1)).batch
-    assert MESSAGES[0] == "a 2"
-    assert MESSAGES[1] == "Error: ValueError: too large"
-    assert MESSAGES[2] == "Error: no result after environment.timeout_s=0.5"
-    assert MESSAGES[3].startswith("Error: MemoryError")
-    assert MESSAGES[4] == "Error: SystemExit: 3"
-    assert MESSAGES[5] == "Error: the process ended (SIGTERM)"
-    assert "cannot pickle" in MESSAGES[6]
-    assert MESSAGES[7] == "Error: there is no such tool; the tools are add, misbehave"
-    assert "unexpected keyword argument" in MESSAGES[8]
-    assert MESSAGES[9] == "a 5", "a tool that failed has changed nothing"
+    texts = tokenizer.tool_texts
+    assert len(texts) == 10
+    assert texts[0] == "a 2"
+    assert texts[1] == "Error: ValueError: too large"
+    assert texts[2] == "Error: no result after environment.timeout_s=0.5"
+    assert texts[3].startswith("Error: MemoryError")
+    assert texts[4] == "Error: SystemExit: 3"
+    assert texts[5] == "Error: the process ended (SIGTERM)"
+    assert "cannot pickle" in texts[6]
+    assert texts[7] == "Error: there is no such tool; the tools are add, misbehave"
+    assert "unexpected keyword argument" in texts[8]
+    assert texts[9] == "a 5", "a tool that failed has changed nothing"
     assert (batch["num_tool_calls"].tolist(), batch["num_tool_errors"].tolist()) == ([10], [8])
     assert batch["environment_score"].tolist() == [5.0]
     assert "7 calls of tools failed; the first: ValueError: too large" in caplog.text

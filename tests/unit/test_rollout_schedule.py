@@ -12,9 +12,8 @@ from test_rollout_native import SAMPLED, make_engine, make_model, make_requests
 from torch import Tensor
 
 from engine_contract import check_weight_updates, in_turns
-from rolepool.rollout import Request, native, sample_seed
-from rolepool.rollout.decoder import Decoder, join_weights
-from rolepool.rollout.generation import Generation
+from rolepool.rollout import Request, sample_seed
+from rolepool.rollout.decoder import Decoder, Piece, join_weights
 from rolepool.rollout.kv_cache import CacheShape, DecodeBatch, SlotCache
 from rolepool.rollout.step_graphs import bucket_of
 from rolepool.rollout.tensor_parallel import Shard, TensorParallel
@@ -119,13 +118,13 @@ def test_slots_begin_at_the_first_again_when_all_rows_have_left() -> None:
 # Shared prompts
 
 
-def test_a_prompt_of_several_samples_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_of_several_samples_is_run_once() -> None:
     num_run: list[int] = []
-    prefill = Decoder.prefill
 
-    def counting(self: Decoder, cache: Any, tokens_t: Tensor, pieces: Any) -> Tensor:
-        num_run.append(len(tokens_t))
-        return prefill(self, cache, tokens_t, pieces)
+    class CountingDecoder(Decoder):
+        def prefill(self, cache: SlotCache, tokens_t: Tensor, pieces: list[Piece]) -> Tensor:
+            num_run.append(len(tokens_t))
+            return super().prefill(cache, tokens_t, pieces)
 
     model, prompts = make_model("qwen2"), [[5, 6, 7], list(range(40)), [8]]
     requests = [
@@ -136,8 +135,8 @@ def test_a_prompt_of_several_samples_is_run_once(monkeypatch: pytest.MonkeyPatch
     alone = [
         make_engine(model, max_num_seqs=1).generate([request], SAMPLED)[0] for request in requests
     ]
-    monkeypatch.setattr(Decoder, "prefill", counting)
-    together = make_engine(model, max_num_seqs=12).generate(requests, SAMPLED)
+    engine = make_engine(model, max_num_seqs=12, decoder_type=CountingDecoder)
+    together = engine.generate(requests, SAMPLED)
     assert_same_completions(model, requests, SAMPLED, together, alone)
     assert sum(num_run) == sum(map(len, prompts))
     assert max(num_run) <= 23
@@ -203,36 +202,35 @@ def test_steps_have_few_sizes_none_too_small_nor_much_too_large() -> None:
     assert sizes[-1] == 1000
 
 
-def test_sizes_of_steps_do_not_depend_on_earlier_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_of_steps_do_not_depend_on_earlier_calls() -> None:
     """A run that was resumed has not made the larger calls of one that was not, such as a
     validation, and a GPU rounds as the size of a step says."""
     sizes: list[int] = []
-    decode = Decoder.decode
 
-    def decode_and_note(
-        decoder: Decoder,
-        cache: SlotCache,
-        tokens_b: Tensor,
-        positions_b: Tensor,
-        slots_b: Tensor,
-        length: int,
-    ) -> Tensor:
-        sizes.append(len(tokens_b))
-        is_used = positions_b >= 0  # on a CPU only such rows can be computed
-        final = decode(
-            decoder, cache, tokens_b[is_used], positions_b[is_used], slots_b[is_used], length
-        )
-        return torch.cat([final, final.new_zeros(len(tokens_b) - len(final), final.shape[1])])
+    class DecoderAsOnAGpu(Decoder):
+        """Accepts rows that are not used, and notes how many rows each step has."""
 
-    class AsOnAGpu(Generation):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            self._on_gpu = True
+            self.skips_unused_rows = True
 
-    monkeypatch.setattr(Decoder, "decode", decode_and_note)
-    monkeypatch.setattr(native, "Generation", AsOnAGpu)
+        def decode(
+            self,
+            cache: SlotCache,
+            tokens_b: Tensor,
+            positions_b: Tensor,
+            slots_b: Tensor,
+            length: int,
+        ) -> Tensor:
+            sizes.append(len(tokens_b))
+            is_used = positions_b >= 0  # on a CPU only such rows can be computed
+            final = super().decode(
+                cache, tokens_b[is_used], positions_b[is_used], slots_b[is_used], length
+            )
+            return torch.cat([final, final.new_zeros(len(tokens_b) - len(final), final.shape[1])])
+
     model, few = make_model(), make_requests(5, max_new=(12, 9, 7, 5, 3))
-    engine = make_engine(model, max_num_seqs=64)
+    engine = make_engine(model, max_num_seqs=64, decoder_type=DecoderAsOnAGpu)
     alone = engine.generate(few, SAMPLED)
     sizes_alone = sizes.copy()
     assert set(sizes_alone) == {5, 4, 2, 1}

@@ -61,6 +61,7 @@ OPTIMIZER_STATES = (STEP, *MOMENTS)
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
 _RANK_FILE = re.compile(r"rank_\d{5,}_of_(\d{5,})\.json")
 _HASHES = ".sha256"
+_COPY_AGAIN = "copy the checkpoint again"
 _INVALID = (LookupError, TypeError, ValueError, RuntimeError, ArithmeticError)
 """What parsing a file and restoring a random state raise if the file is damaged (RecursionError:
 deeply nested)."""
@@ -118,18 +119,14 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
         num_bytes += tensor.nbytes
         file_of[name] = 1 + num_bytes // file_bytes
     writer = HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=file_of, save_distributed=True
+        str(folder),
+        fqn_to_index_mapping=file_of,
+        save_distributed=True,
     )
     with _plain_errors(folder):
         save(tensors, storage_writer=writer)
     if rank == 0 and isinstance(trained.model, PreTrainedModel):
-        # The configuration includes the user's overrides. FSDP2 has replaced the model's class with
-        # a subclass.
-        classes = type(trained.model).__mro__
-        own_class = next(kind for kind in classes if not issubclass(kind, FSDPModule))
-        config = json.loads(trained.model.config.to_json_string())
-        config["architectures"] = [own_class.__name__]
-        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        _write_config(trained.model, folder / "config.json")
     text = rank_state_text(trained, tensors)
     own_file = folder / rank_file(rank, num_ranks)
     own_file.write_text(text, encoding="utf-8")
@@ -139,14 +136,30 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
     write_hashes(own_file, written)
 
 
+def _write_config(model: PreTrainedModel, file: Path) -> None:
+    """Write the configuration of a model, which includes the user's overrides."""
+    # FSDP2 has replaced the model's class with a subclass.
+    classes = type(model).__mro__
+    own_class = next(kind for kind in classes if not issubclass(kind, FSDPModule))
+    config = json.loads(model.config.to_json_string())
+    config["architectures"] = [own_class.__name__]
+    text = json.dumps(config, indent=2)
+    file.write_text(text, encoding="utf-8")
+
+
 def rank_state_text(
-    trained: TrainedModel, tensors: Mapping[str, Tensor], number: int | None = None
+    trained: TrainedModel,
+    tensors: Mapping[str, Tensor],
+    number: int | None = None,
 ) -> str:
     """The content of a rank's own file. `tensors` are all that are saved, and `number` is that of a
     snapshot."""
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     state = RankState(
-        num_updates=trained.num_updates, num_bytes=num_bytes, rng=random_state(), number=number
+        num_updates=trained.num_updates,
+        num_bytes=num_bytes,
+        rng=random_state(),
+        number=number,
     )
     return state.model_dump_json(fallback=lambda array: array.tolist())
 
@@ -177,9 +190,13 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
             if step is None:
                 continue
             # As AdamW allocates them.
-            states = {STEP: torch.zeros((), dtype=step.properties.dtype, device=trained.device)}
+            dtype = step.properties.dtype
+            states = {STEP: torch.zeros((), dtype=dtype, device=trained.device)}
             for moment in MOMENTS:
-                states[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                states[moment] = torch.zeros_like(
+                    parameter,
+                    memory_format=torch.preserve_format,
+                )
             trained.optimizer.state[parameter] = states
         _read_tensors(folder, all_tensors(trained))
     trained.num_updates = ranks[0].num_updates
@@ -191,13 +208,17 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
 def snapshot_files(folder: Path, rank: int, num_ranks: int) -> tuple[Path, Path]:
     """The files that a rank writes for a snapshot: its shard, and then its own file, with the
     snapshot's number."""
-    return folder / f"shard-{rank:05d}.safetensors", folder / rank_file(rank, num_ranks)
+    shard = folder / f"shard-{rank:05d}.safetensors"
+    own_file = folder / rank_file(rank, num_ranks)
+    return shard, own_file
 
 
 def snapshot_number(files: Sequence[Path]) -> int | None:
     """The number of the snapshot that a rank wrote to these files; None if it is not complete."""
     with suppress(OSError):  # not written yet, or just removed
-        number: int = json.loads(files[-1].read_bytes())["number"]
+        own_file = files[-1]
+        state = json.loads(own_file.read_bytes())
+        number: int = state["number"]
         return number
     return None
 
@@ -227,7 +248,8 @@ def _misfits(saved: Saved, trained: TrainedModel) -> Iterator[str]:
     optimizer states."""
     wanted = weights_of(trained.model)
     for name, parameter in _parameters(trained):
-        if any(f"{name}/{state}" in saved for state in OPTIMIZER_STATES):
+        has_states = any(f"{name}/{state}" in saved for state in OPTIMIZER_STATES)
+        if has_states:
             wanted[f"{name}/{STEP}"] = torch.zeros(())
             for moment in MOMENTS:
                 wanted[f"{name}/{moment}"] = parameter
@@ -237,9 +259,11 @@ def _misfits(saved: Saved, trained: TrainedModel) -> Iterator[str]:
             continue
         size = saved[name].size
         dtype = saved[name].properties.dtype
+        has_other_size = size != tensor.shape
         # AdamW reads a step of any dtype.
         is_step = name.endswith(f"/{STEP}")
-        if size != tensor.shape or (dtype != tensor.dtype and not is_step):
+        has_other_dtype = dtype != tensor.dtype and not is_step
+        if has_other_size or has_other_dtype:
             has = f"{list(tensor.shape)} {tensor.dtype}"
             yield f"{name} is {list(size)} {dtype}, but the model has {has}".replace("torch.", "")
     for name in sorted(saved.keys() - wanted.keys()):
@@ -249,33 +273,18 @@ def _misfits(saved: Saved, trained: TrainedModel) -> Iterator[str]:
 def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
     """What is saved in a role's folder, by rank and by tensor. Raises ConfigError unless it is
     complete."""
-    counts: set[int] = set()
-    for path in folder.glob("rank_*_of_*.json"):
-        match = _RANK_FILE.fullmatch(path.name)
-        if match is not None:
-            counts.add(int(match[1]))
-    if not counts:
-        raise ConfigError(f"{folder}: not a saved role; it has no rank_*_of_*.json")
-    ranks: list[RankState] = []
-    fix = "copy the checkpoint again"
-    num_ranks = min(counts)
-    for rank in range(num_ranks):
-        file = folder / rank_file(rank, num_ranks)
-        with explained(f"{file}: not a valid rank file", fix, *_INVALID), ExitStack() as restored:
-            ranks.append(RankState.model_validate_json(read_small(file)))
-            restored.callback(set_random_state, random_state())
-            set_random_state(ranks[-1].rng)  # fails if it is not a random state
-    saves = {(state.num_updates, state.num_bytes) for state in ranks}
-    if len(counts) > 1 or len(saves) > 1:
-        raise ConfigError(f"{folder}: its rank files belong to different saves; {fix}")
+    ranks = _read_ranks(folder)
     for path in sorted(folder.glob("*.safetensors")):
         # Opening a file checks it. To open a pipe could take forever.
-        with explained(f"{path}: not a complete safetensors file", fix, SafetensorError):
+        problem = f"{path}: not a complete safetensors file"
+        with explained(problem, _COPY_AGAIN, SafetensorError):
             open_regular(path).close()
             with safe_open(path, "pt"):
                 pass
-    with explained(f"{folder}: what its files contain cannot be read", fix, *_INVALID):
-        entries = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    problem = f"{folder}: what its files contain cannot be read"
+    with explained(problem, _COPY_AGAIN, *_INVALID):
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+        entries = metadata.state_dict_metadata
     tensors: Saved = {}
     num_bytes = 0
     for name, entry in entries.items():
@@ -285,11 +294,37 @@ def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
         # What the files contain: a file may be missing, and with it a chunk.
         num_elements = sum(chunk.sizes.numel() for chunk in entry.chunks)
         num_bytes += num_elements * entry.properties.dtype.itemsize
-    if num_bytes != ranks[0].num_bytes:
+    expected_bytes = ranks[0].num_bytes
+    if num_bytes != expected_bytes:
         raise ConfigError(
-            f"{folder}: {num_bytes} of {ranks[0].num_bytes} bytes were found; a file is missing"
+            f"{folder}: {num_bytes} of {expected_bytes} bytes were found; a file is missing"
         )
     return ranks, tensors
+
+
+def _read_ranks(folder: Path) -> list[RankState]:
+    """What each rank wrote after its tensors. Raises ConfigError unless all belong to one save."""
+    counts: set[int] = set()
+    for path in folder.glob("rank_*_of_*.json"):
+        match = _RANK_FILE.fullmatch(path.name)
+        if match is not None:
+            counts.add(int(match[1]))
+    if not counts:
+        raise ConfigError(f"{folder}: not a saved role; it has no rank_*_of_*.json")
+    ranks: list[RankState] = []
+    num_ranks = min(counts)
+    for rank in range(num_ranks):
+        file = folder / rank_file(rank, num_ranks)
+        problem = f"{file}: not a valid rank file"
+        with explained(problem, _COPY_AGAIN, *_INVALID), ExitStack() as restored:
+            state = RankState.model_validate_json(read_small(file))
+            ranks.append(state)
+            restored.callback(set_random_state, random_state())
+            set_random_state(state.rng)  # fails if it is not a random state
+    saves = {(state.num_updates, state.num_bytes) for state in ranks}
+    if len(counts) > 1 or len(saves) > 1:
+        raise ConfigError(f"{folder}: its rank files belong to different saves; {_COPY_AGAIN}")
+    return ranks
 
 
 def write_hashes(beside: Path, files: Iterable[Path]) -> None:
@@ -298,17 +333,19 @@ def write_hashes(beside: Path, files: Iterable[Path]) -> None:
     lines: list[str] = []
     for file, digest in _hashes(files).items():
         lines.append(f"{digest}  {file.name}\n")
-    beside.with_suffix(_HASHES).write_text("".join(lines), encoding="utf-8")
+    list_of_hashes = beside.with_suffix(_HASHES)
+    list_of_hashes.write_text("".join(lines), encoding="utf-8")
 
 
 def check_hashes(folder: Path) -> None:
     """Read every file of a checkpoint, or of one role, and raise ConfigError if one has changed
     since it was saved, or if no list has its hash."""
     expected: dict[Path, str] = {}
-    fix = "copy the checkpoint again, or use another one"
+    fix = f"{_COPY_AGAIN}, or use another one"
     for file in sorted(folder.rglob(f"*{_HASHES}")):
         with explained(f"{file}: not a list of hashes", fix, ValueError):
-            for line in read_small(file).decode().splitlines():
+            text = read_small(file).decode()
+            for line in text.splitlines():
                 digest, name = line.split("  ", 1)
                 # A list is for its own folder only.
                 if Path(name).name == name:
@@ -342,7 +379,7 @@ def _missing_hash(file: Path) -> str:
     else:
         names = "*.json *.safetensors"
     by_hand = f"run `sha256sum {names} > hashes{_HASHES}` in {file.parent}"
-    fix = "copy the checkpoint again, or, if you are sure that it is complete and right"
+    fix = f"{_COPY_AGAIN}, or, if you are sure that it is complete and right"
     return f"{what}; {fix}, {by_hand}"
 
 
@@ -355,13 +392,15 @@ def _hashes(files: Iterable[Path]) -> dict[Path, str]:
 
     files = sorted(files)
     with ThreadPoolExecutor() as threads:
-        return dict(zip(files, threads.map(hash_of, files), strict=True))
+        digests = threads.map(hash_of, files)
+        return dict(zip(files, digests, strict=True))
 
 
 def _read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
     """Fill tensors, sharded or not, with the values saved under their names."""
     with _plain_errors(folder):
-        load(into, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        reader = HuggingFaceStorageReader(str(folder))
+        load(into, storage_reader=reader, no_dist=True)
 
 
 @contextmanager
@@ -408,7 +447,8 @@ def export_hf(
     for name, tensor in saved.items():
         # The names of optimizer states have a slash.
         if "/" not in name:
-            weights[name] = torch.empty(tensor.size, dtype=tensor.properties.dtype)
+            dtype = tensor.properties.dtype
+            weights[name] = torch.empty(tensor.size, dtype=dtype)
     _read_tensors(folder, weights)
     out_dir = out_dir.absolute()
     temporary = temporary_folder(out_dir)
@@ -420,7 +460,8 @@ def export_hf(
         saved_config = folder / "config.json"
         config_file = temporary / "config.json"
         source = saved_config if saved_config.is_file() else config_file
-        config_file.write_text(_exported_config(source, weights.values()), encoding="utf-8")
+        text = _exported_config(source, weights.values())
+        config_file.write_text(text, encoding="utf-8")
         publish(temporary, out_dir)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -435,18 +476,21 @@ def _copy_files(source: Path, target: Path, is_wanted: Callable[[str], bool]) ->
 
 def _is_copied(name: str) -> bool:
     """Whether an export copies a file of the original model. An index belongs to its weights."""
-    return Path(name).suffix in _COPIED and not name.endswith(".index.json")
+    is_index = name.endswith(".index.json")
+    return Path(name).suffix in _COPIED and not is_index
 
 
 def _exported_config(source: Path, weights: Iterable[Tensor]) -> str:
     """The content of config.json for these weights, from the configuration of a saved model."""
     problem = f"{source}: not the configuration of a model"
-    with explained(problem, "copy the checkpoint again", *_INVALID):
-        config = dict(json.loads(source.read_text(encoding="utf-8")))
+    with explained(problem, _COPY_AGAIN, *_INVALID):
+        text = source.read_text(encoding="utf-8")
+        config = dict(json.loads(text))
     dtypes: set[str] = set()
     for weight in weights:
         if weight.is_floating_point():
-            dtypes.add(str(weight.dtype).removeprefix("torch."))
+            dtype = str(weight.dtype)
+            dtypes.add(dtype.removeprefix("torch."))
     if len(dtypes) == 1:
         config.pop("torch_dtype", None)  # its name in older releases of transformers
         config["dtype"] = dtypes.pop()

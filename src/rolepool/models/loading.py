@@ -38,7 +38,9 @@ base."""
 
 
 def read_model_config(
-    config: Config, section: str, **entries: object
+    config: Config,
+    section: str,
+    **entries: object,
 ) -> transformers.PretrainedConfig:
     """The config of the model that a section names, with these entries replaced. A folder with
     missing or damaged files is an error."""
@@ -61,14 +63,13 @@ def read_model_config(
     settings = {"trust_remote_code": _is_trusted(config, section), **overrides}
     with explained(f"{key}={path}: {problem}", FIX, *UNREADABLE):
         model_config: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(
-            str(folder), **settings
+            str(folder),
+            **settings,
         )
     for file in sorted(folder.glob("*.safetensors")):
         # Opening a file checks it.
-        with (
-            explained(f"{key}={path}: {file.name} is damaged", "copy it again", *UNREADABLE),
-            safe_open(file, "pt"),
-        ):
+        problem = f"{key}={path}: {file.name} is damaged"
+        with explained(problem, "copy it again", *UNREADABLE), safe_open(file, "pt"):
             pass
     return model_config
 
@@ -83,13 +84,18 @@ def _is_trusted(config: Config, section: str) -> bool:
 
 
 def load_policy(
-    config: Config, dtype: torch.dtype, *, packed: bool, reads_weights: bool = True
+    config: Config,
+    dtype: torch.dtype,
+    *,
+    packed: bool,
+    reads_weights: bool = True,
 ) -> nn.Module:
     """A causal language model that also has `token_scores`. Its batches are packed or padded. With
     `reads_weights=False`, its weights are undefined until a saved state is loaded."""
     load = _load if reads_weights else _without_weights
     auto = transformers.AutoModelForCausalLM
-    model = load(config, "actor_rollout_ref.model", auto, dtype, packed)
+    section = "actor_rollout_ref.model"
+    model = load(config, section, auto, dtype, packed)
     return add_token_scores(model, has_plain_head=_has_plain_head(model))
 
 
@@ -98,23 +104,43 @@ def _has_plain_head(model: transformers.PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         return False
-    return all(getattr(model.config, name, None) in (None, 1) for name in CHANGES_LOGITS)
+    settings = [getattr(model.config, name, None) for name in CHANGES_LOGITS]
+    return all(setting in (None, 1) for setting in settings)
 
 
 def load_critic(
-    config: Config, dtype: torch.dtype, *, packed: bool, reads_weights: bool = True
+    config: Config,
+    dtype: torch.dtype,
+    *,
+    packed: bool,
+    reads_weights: bool = True,
 ) -> nn.Module:
     """The trunk of a language model and a head with one value per token, random if the folder has
     none. With `reads_weights=False`, its weights are undefined until a saved state is loaded."""
     load = _load if reads_weights else _without_weights
     auto = transformers.AutoModelForTokenClassification
-    return load(config, "critic.model", auto, dtype, packed, num_labels=1, classifier_dropout=0.0)
+    return load(
+        config,
+        "critic.model",
+        auto,
+        dtype,
+        packed,
+        num_labels=1,
+        classifier_dropout=0.0,
+    )
 
 
 def load_reward_model(config: Config, section: str, dtype: torch.dtype) -> nn.Module:
     """A sequence classifier with one output, the score of the whole text."""
     auto = transformers.AutoModelForSequenceClassification
-    return _load(config, section, auto, dtype, packed=False, num_labels=1)
+    return _load(
+        config,
+        section,
+        auto,
+        dtype,
+        packed=False,
+        num_labels=1,
+    )
 
 
 def _load(
@@ -141,17 +167,22 @@ def _load(
     model: transformers.PreTrainedModel
     with explained(f"{where}: cannot be loaded", FIX, *UNREADABLE), _quiet_transformers():
         model_class = _token_classifier(model_config) if has_new_head else auto
-        model, info = model_class.from_pretrained(str(Path(path).expanduser()), **settings)
+        folder = Path(path).expanduser()
+        model, info = model_class.from_pretrained(str(folder), **settings)
 
     missing = sorted(info["missing_keys"])
     if has_new_head:
         # The trunk must be complete. What is outside of it is the new head.
-        missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
+        prefix = f"{model.base_model_prefix}."
+        missing = [name for name in missing if name.startswith(prefix)]
     _check_none(where, model, missing, "are not in its files")
     of_other_shape = sorted(name for name, *_ in info["mismatched_keys"])
     _check_none(where, model, of_other_shape, "have another shape in its files")
 
-    damaged = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
+    damaged: list[str] = []
+    for name, weight in model.named_parameters():
+        if not _is_finite(weight):
+            damaged.append(name)
     if damaged:
         what = f"weights are not finite ({first_few(damaged, 3)}), so every result would be NaN"
         raise ConfigError(
@@ -173,7 +204,12 @@ def _quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _check_none(where: str, model: nn.Module, weights: Sequence[str], reason: str) -> None:
+def _check_none(
+    where: str,
+    model: nn.Module,
+    weights: Sequence[str],
+    reason: str,
+) -> None:
     """Raise ConfigError if there are such weights."""
     if weights:
         what = f"weights of a {type(model).__name__} {reason} ({first_few(weights, 3)})"

@@ -19,11 +19,14 @@ def by_rows(num_rows: int, rows_per_part: int) -> list[list[int]]:
 def num_passes(lengths: Sequence[int], max_tokens: int) -> int:
     """The fewest micro-batches of at most `max_tokens` tokens (or of one longer row) that
     `balanced` can make."""
-    limit = max(max_tokens, max(lengths, default=0))
-    fewest = max(1, -(-sum(lengths) // limit))
+    longest = max(lengths, default=0)
+    limit = max(max_tokens, longest)
+    total = sum(lengths)
+    fewest = max(1, -(-total // limit))
     for count in range(fewest, len(lengths)):
         parts = balanced(lengths, count)
-        most_tokens = max(_num_tokens(lengths, part) for part in parts)
+        nums_tokens = [_num_tokens(lengths, part) for part in parts]
+        most_tokens = max(nums_tokens)
         if most_tokens <= limit:
             return count
     return max(1, len(lengths))
@@ -34,24 +37,36 @@ def _num_tokens(lengths: Sequence[int], part: Sequence[int]) -> int:
 
 
 def balanced(
-    lengths: Sequence[int], num_parts: int, max_rows: int | None = None
+    lengths: Sequence[int],
+    num_parts: int,
+    max_rows: int | None = None,
 ) -> list[list[int]]:
     """Parts with about the same number of tokens, and at most `max_rows` rows: longest row first,
     each to the part with the fewest tokens."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     # The parts that have room: their tokens, their rows, and their numbers.
     heap = [(0, 0, part) for part in range(num_parts)]
-    longest_first = sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True)
+    longest_first = sorted(
+        range(len(lengths)),
+        key=lambda row: lengths[row],
+        reverse=True,
+    )
     for row in longest_first:
-        tokens, size, part = heapq.heappop(heap)
+        num_tokens, num_rows, part = heapq.heappop(heap)
         parts[part].append(row)
-        if size + 1 != max_rows:
-            heapq.heappush(heap, (tokens + lengths[row], size + 1, part))
+        num_tokens += lengths[row]
+        num_rows += 1
+        if num_rows != max_rows:
+            heapq.heappush(heap, (num_tokens, num_rows, part))
     return [sorted(part) for part in parts]
 
 
 def rank_order(
-    lengths: Sequence[int], rows_per_mini_batch: int, num_ranks: int, *, balance: bool
+    lengths: Sequence[int],
+    rows_per_mini_batch: int,
+    num_ranks: int,
+    *,
+    balance: bool,
 ) -> npt.NDArray[np.int64]:
     """The order of rows that gives each rank, one after another, its rows of every mini-batch.
 
@@ -63,7 +78,8 @@ def rank_order(
         assert len(rows) % num_ranks == 0
         size = len(rows) // num_ranks
         if balance:
-            parts = balanced([lengths[row] for row in rows], num_ranks, size)
+            own_lengths = [lengths[row] for row in rows]
+            parts = balanced(own_lengths, num_ranks, size)
         else:
             parts = by_rows(len(rows), size)
         first_row = rows[0]

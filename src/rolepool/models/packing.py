@@ -87,16 +87,20 @@ class TokenRows:
         self.num_response = self.lengths - num_prompt
         """Number of response tokens of each row."""
         self._batch = batch
-        # For each of all tokens: its row, and its place in the row.
-        self._rows = torch.repeat_interleave(torch.arange(num_rows), self.lengths)
-        self._positions = torch.arange(len(ids)) - offsets[self._rows]
+        rows = torch.arange(num_rows)
+        self._rows = torch.repeat_interleave(rows, self.lengths)
+        """The row of each of all tokens."""
+        starts = offsets[self._rows]
+        self._positions = torch.arange(len(ids)) - starts
+        """The place of each of all tokens in its row."""
         is_response = self._positions >= num_prompt[self._rows]
         self._places_of_responses = is_response.nonzero()[:, 0]
 
     @property
     def responses(self) -> Tensor:
         """The response tokens."""
-        return self.ids[self._on_device(self._places_of_responses)]
+        places = self._on_device(self._places_of_responses)
+        return self.ids[places]
 
     @property
     def is_sampled(self) -> Tensor:
@@ -108,7 +112,8 @@ class TokenRows:
         """A model's inputs with all tokens in one row, and the place in it of the token before each
         response token."""
         lengths = self.lengths[self.lengths > 0]
-        starts = self._on_device(offsets_of(lengths).int())
+        offsets = offsets_of(lengths).int()
+        starts = self._on_device(offsets)
         longest = int(lengths.max())
         inputs = {
             "input_ids": self.ids.unsqueeze(0),
@@ -120,17 +125,20 @@ class TokenRows:
             "max_length_q": longest,
             "max_length_k": longest,
         }
-        return inputs, self._on_device(self._places_of_responses - 1)
+        places_before = self._places_of_responses - 1
+        return inputs, self._on_device(places_before)
 
     def padded_inputs(self, pad_token_id: int = 0) -> tuple[Inputs, Tensor]:
         """A model's inputs with a row for each row of the micro-batch, padded on the right to the
         longest, and the place of the token before each response token, counted through all rows."""
         num_rows = len(self.lengths)
         width = int(self.lengths.max())
+        num_places = num_rows * width
         places = self._rows * width + self._positions
-        padding = self.ids.new_full((num_rows * width,), pad_token_id)
+        padding = self.ids.new_full((num_places,), pad_token_id)
         ids = padding.index_copy(0, self._on_device(places), self.ids)
-        is_real = torch.arange(width) < self.lengths[:, None]
+        columns = torch.arange(width)
+        is_real = columns < self.lengths[:, None]
         inputs = {
             "input_ids": ids.view(num_rows, width),
             "attention_mask": self._on_device(is_real.long()),
@@ -148,7 +156,8 @@ class TokenRows:
         places_of_all = self._rows * width + positions_in_response
         places = self._on_device(places_of_all[self._places_of_responses])
         padding = of_responses.new_zeros(num_rows * width)
-        return padding.index_copy(0, places, of_responses).view(num_rows, width)
+        flat = padding.index_copy(0, places, of_responses)
+        return flat.view(num_rows, width)
 
     def ragged(self, of_responses: Tensor) -> Ragged:
         """Values of response tokens as a ragged column."""
@@ -163,13 +172,22 @@ TokenScores = tuple[Tensor, Tensor]
 
 
 def response_log_probs(
-    model: nn.Module, rows: TokenRows, *, temperature: float, packed: bool
+    model: nn.Module,
+    rows: TokenRows,
+    *,
+    temperature: float,
+    packed: bool,
 ) -> TokenScores:
     """Log-probs and entropies of response tokens under the distribution that was sampled from,
     softmax(logits / temperature)."""
     inputs, places = rows.packed_inputs() if packed else rows.padded_inputs()
     score: Callable[..., TokenScores] = getattr(model, TOKEN_SCORES)
-    return score({**inputs, "use_cache": False}, places, rows.responses, temperature)
+    return score(
+        {**inputs, "use_cache": False},
+        places,
+        rows.responses,
+        temperature,
+    )
 
 
 def response_values(model: nn.Module, rows: TokenRows, *, packed: bool) -> Tensor:
@@ -188,26 +206,41 @@ def add_token_scores(model: nn.Module, has_plain_head: bool = True) -> nn.Module
 
 
 def _token_scores(
-    model: Any, inputs: Inputs, places: Tensor, labels: Tensor, temperature: float
+    model: Any,
+    inputs: Inputs,
+    places: Tensor,
+    labels: Tensor,
+    temperature: float,
 ) -> TokenScores:
     """Log-prob of each label and entropy, after the token at each place of the inputs, counted
     through all rows."""
-    hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)[places]
+    outputs = model.base_model(**inputs)
+    hidden_of_all = outputs.last_hidden_state.flatten(0, 1)
+    hidden = hidden_of_all[places]
+    # Freed before the logits are computed.
+    del outputs, hidden_of_all
     weight = model.get_output_embeddings().weight
-    return _linear_log_probs(hidden.is_cuda)(hidden, weight, labels, temperature)
+    log_probs_of = _linear_log_probs(hidden.is_cuda)
+    return log_probs_of(hidden, weight, labels, temperature)
 
 
 def _scores_from_logits(
-    model: Any, inputs: Inputs, places: Tensor, labels: Tensor, temperature: float
+    model: Any,
+    inputs: Inputs,
+    places: Tensor,
+    labels: Tensor,
+    temperature: float,
 ) -> TokenScores:
     """Log-prob of each label and entropy, from the logits that the model returns for all tokens at
     once."""
     # The class's function, because the model's own `forward` may cast and gather weights, as is
     # done for this method.
-    logits_of_all = type(model).forward(model, **inputs).logits.flatten(0, 1)
+    forward = type(model).forward
+    logits_of_all = forward(model, **inputs).logits.flatten(0, 1)
     logits = precise(logits_of_all[places]) / temperature
     log_p = logits.log_softmax(dim=-1)
-    log_probs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    chosen = log_p.gather(-1, labels.unsqueeze(-1))
+    log_probs = chosen.squeeze(-1)
     # entr(p) is -p log p, and 0 for p = 0.
     entropies = torch.special.entr(log_p.exp()).sum(dim=-1)
     return log_probs, entropies
@@ -225,14 +258,20 @@ class LinearLogProbs:
     """
 
     def __init__(
-        self, max_logits: int, compiled: Callable[..., Any] = lambda function: function
+        self,
+        max_logits: int,
+        compiled: Callable[..., Any] = lambda function: function,
     ) -> None:
         self.max_logits = max_logits
         self.score = compiled(_score)
         self.differentiate = compiled(_differentiate)
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         """hidden is [tokens, size], weight [vocabulary, size], labels [tokens]. Both results are
         [tokens], in float32 if hidden has 16 bits."""
@@ -266,7 +305,12 @@ class _Function(torch.autograd.Function):
         log_probs = torch.empty_like(log_sums)
         entropies = torch.empty_like(log_sums)
         for piece in how.pieces(len(hidden), len(weight)):
-            scores = how.score(hidden[piece], weight, labels[piece], temperature)
+            scores = how.score(
+                hidden[piece],
+                weight,
+                labels[piece],
+                temperature,
+            )
             log_sums[piece], log_probs[piece], entropies[piece] = scores
         ctx.save_for_backward(hidden, weight, labels, log_sums, entropies)
         ctx.temperature = temperature
@@ -277,18 +321,21 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, *grads: Tensor | None
+        ctx: Any,
+        *grads: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, labels, log_sums, entropies = ctx.saved_tensors
         of_log_probs, of_entropies = grads
         if of_log_probs is None:
             of_log_probs = torch.zeros_like(log_sums)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Summed in float32, because in 16 bits the last of many pieces would be lost.
-        if ctx.needs_input_grad[1]:
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        grad_hidden = None
+        if needs_hidden:
+            grad_hidden = torch.empty_like(hidden)
+        grad_weight = None
+        if needs_weight:
+            # Summed in float32, because in 16 bits the last of many pieces would be lost.
             grad_weight = torch.zeros_like(weight, dtype=log_sums.dtype)
-        else:
-            grad_weight = None
         for piece in ctx.how.pieces(len(hidden), len(weight)):
             # By position, because the second argument is the weight (see `compiled`).
             grad_logits = ctx.how.differentiate(
@@ -313,7 +360,10 @@ class _Function(torch.autograd.Function):
 
 
 def _score(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For each token, with the largest logit m and s = sum_v e^(z_v - m): m + log s, log p(label)
     and the entropy.
@@ -322,17 +372,22 @@ def _score(
     -inf adds 0.
     """
     logits = hidden @ weight.T
-    z = precise(logits) * (1 / temperature)
+    factor = 1 / temperature
+    z = precise(logits) * factor
     largest = z.amax(dim=-1)
     below = z - largest.unsqueeze(-1)
     weights = below.exp()
     total = weights.sum(dim=-1)
     log_total = total.log()
+    log_sum = largest + log_total
+
     chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    log_probs = precise(chosen) * (1 / temperature) - largest - log_total
+    chosen_z = precise(chosen) * factor
+    log_probs = chosen_z - largest - log_total
+
     weighted = torch.where(weights == 0, 0, weights * below).sum(dim=-1)
     entropies = log_total - weighted / total
-    return largest + log_total, log_probs, entropies
+    return log_sum, log_probs, entropies
 
 
 def _differentiate(
@@ -348,19 +403,23 @@ def _differentiate(
     """Gradients of the logits: d log p(label) / dz_v = [v = label] - p_v and dH / dz_v = -p_v (log
     p_v + H)."""
     logits = hidden @ weight.T
-    log_p = precise(logits) * (1 / temperature) - log_sum.unsqueeze(-1)
+    factor = 1 / temperature
+    log_p = precise(logits) * factor - log_sum.unsqueeze(-1)
     p = log_p.exp()
-    places = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)
+    vocab_size = logits.shape[-1]
+    places = torch.arange(vocab_size, device=logits.device, dtype=torch.int32)
     is_label = places == labels.int().unsqueeze(-1)
     slope = of_log_probs.unsqueeze(-1)
     grad = torch.where(is_label, slope, 0) - p * slope
     used = slope != 0
     if of_entropies is not None:
+        slope_of_entropies = of_entropies.unsqueeze(-1)
         surprise = torch.where(p == 0, 0, log_p + entropies.unsqueeze(-1))
-        grad = grad - p * surprise * of_entropies.unsqueeze(-1)
-        used = used | (of_entropies.unsqueeze(-1) != 0)
+        grad = grad - p * surprise * slope_of_entropies
+        used = used | (slope_of_entropies != 0)
     # NaN logits of a masked token must not reach a gradient.
-    return torch.where(used, grad * (1 / temperature), 0).to(logits.dtype)
+    grad = torch.where(used, grad * factor, 0)
+    return grad.to(logits.dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -428,11 +487,20 @@ def packed_attention(
             **_GROUPED,
         )
         return output.unsqueeze(0), None
-    return _padded_attention((query, key, value), scaling, sliding_window, cu_seq_lens_q), None
+    padded_output = _padded_attention(
+        (query, key, value),
+        scaling=scaling,
+        window=sliding_window,
+        starts=cu_seq_lens_q,
+    )
+    return padded_output, None
 
 
 def _padded_attention(
-    qkv: Sequence[Tensor], scaling: float | None, window: int | None, starts: Tensor
+    qkv: Sequence[Tensor],
+    scaling: float | None,
+    window: int | None,
+    starts: Tensor,
 ) -> Tensor:
     """Attention within packed sequences on a CPU: one call for all sequences whose lengths are
     between two powers of two."""
@@ -442,12 +510,14 @@ def _padded_attention(
     places = []
     for size in sizes.unique():
         is_here = sizes == size
-        length = int(lengths[is_here].max())
+        lengths_n = lengths[is_here]
+        starts_n = starts[:-1][is_here]
+        length = int(lengths_n.max())
         columns_l = torch.arange(length, device=starts.device)
         mask = None
         # Sequences are padded at their ends, so no real token attends to padding.
-        real_nl = columns_l < lengths[is_here][:, None]
-        places_nl = torch.where(real_nl, starts[:-1][is_here][:, None] + columns_l, 0)
+        real_nl = columns_l < lengths_n[:, None]
+        places_nl = torch.where(real_nl, starts_n[:, None] + columns_l, 0)
         query_nhld, key_nhld, value_nhld = (_rows_at(states, places_nl) for states in qkv)
         if window is not None and window < length:
             ones_ll = torch.ones(length, length, dtype=torch.bool, device=starts.device)
@@ -461,9 +531,12 @@ def _padded_attention(
             scale=scaling,
             enable_gqa=True,
         )
-        outputs.append(outputs_nhld.transpose(1, 2)[real_nl])
+        outputs_nlhd = outputs_nhld.transpose(1, 2)
+        outputs.append(outputs_nlhd[real_nl])
         places.append(places_nl[real_nl])
-    return torch.cat(outputs)[torch.cat(places).argsort()].unsqueeze(0)
+    order = torch.cat(places).argsort()
+    ordered = torch.cat(outputs)[order]
+    return ordered.unsqueeze(0)
 
 
 def _rows_at(states: Tensor, places_nl: Tensor) -> Tensor:

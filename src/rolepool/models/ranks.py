@@ -59,7 +59,8 @@ def _one_rank_of_each_part(dims: ParallelDims) -> dist.ProcessGroup | None:
         return None
     groups: list[list[int]] = []
     for place in range(dims.ranks_per_part):
-        groups.append(list(range(place, dims.world_size, dims.ranks_per_part)))
+        ranks = range(place, dims.world_size, dims.ranks_per_part)
+        groups.append(list(ranks))
     group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(groups)
     return group

@@ -52,7 +52,11 @@ def shard(model: nn.Module, device: str, dims: ParallelDims) -> nn.Module:
     sizes = {"shard": dims.shard}
     if dims.num_replicas > 1:
         sizes = {"replicate": dims.num_replicas, **sizes}
-    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(
+        device,
+        mesh_shape=tuple(sizes.values()),
+        mesh_dim_names=tuple(sizes),
+    )
     shard_over(mesh, model, layers, device)
     for name in own_methods:
         register_fsdp_forward_method(model, name)
@@ -67,13 +71,19 @@ def _is_packed(model: nn.Module) -> bool:
 
 
 def shard_over(
-    mesh: DeviceMesh, model: nn.Module, layers: Sequence[nn.Module], device: str
+    mesh: DeviceMesh,
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    device: str,
 ) -> None:
     """Shard the layers, and then what is outside of them, over the ranks of a mesh."""
     # Weights, gradients and optimizer states stay in fp32; a GPU computes in bf16.
     policy = MixedPrecisionPolicy()
     if device != "cpu":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+        )
     # Layers move to the device one by one when they are sharded, so the whole model never has to
     # fit there. FSDP2 warns about in-place changes to outputs that are views; rolepool makes none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -99,7 +109,10 @@ def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def compute_in(
-    dtype: torch.dtype, model: nn.Module, layers: Iterable[nn.Module], methods: Iterable[str]
+    dtype: torch.dtype,
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    methods: Iterable[str],
 ) -> None:
     """Let the layers, and these methods of the model around them, compute with copies of the
     weights in `dtype`.
@@ -116,7 +129,10 @@ def compute_in(
             names.add(name)
             of_layers.add(weight)
         _use_copies(dtype, layer, "forward", names)
-    around = {name for name, weight in model.named_parameters() if weight not in of_layers}
+    around: set[str] = set()
+    for name, weight in model.named_parameters():
+        if weight not in of_layers:
+            around.add(name)
     for method in methods:
         _use_copies(dtype, model, method, around)
 
@@ -135,7 +151,10 @@ class _Call(nn.Module):
 
 
 def _use_copies(
-    dtype: torch.dtype, module: nn.Module, method: str, weights: Container[str]
+    dtype: torch.dtype,
+    module: nn.Module,
+    method: str,
+    weights: Container[str],
 ) -> None:
     """Replace a method of a module by one that runs with copies of these weights."""
     call = _Call(module, getattr(module, method))
@@ -154,7 +173,8 @@ def _use_copies(
 
 
 def compiled(
-    function: Callable[Arguments, Result], mark: Callable[..., None]
+    function: Callable[Arguments, Result],
+    mark: Callable[..., None],
 ) -> Callable[Arguments, Result]:
     """The compiled function, for any number of tokens; the function itself if there is no compiler.
 

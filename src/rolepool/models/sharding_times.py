@@ -73,11 +73,12 @@ def measure_sharding(device: str) -> list[ShardingTime]:
     """The times on this rank, for each number of ranks that is measured. All ranks of the process
     group must call it. Ranks that are not among those of a measurement wait for the next one."""
     rank = dist.get_rank()
+    widths_and_repeats = list(zip(WIDTHS[device], NUM_REPEATS[device], strict=True))
     measured: list[ShardingTime] = []
     for num_ranks in sizes_to_measure(dist.get_world_size(), device):
         mesh = DeviceMesh(device, list(range(num_ranks)))
         if rank < num_ranks:
-            for width, num_repeats in zip(WIDTHS[device], NUM_REPEATS[device], strict=True):
+            for width, num_repeats in widths_and_repeats:
                 measured += _measure_width(device, mesh, width, num_repeats)
     dist.barrier()
     if device == "cuda":
@@ -86,7 +87,10 @@ def measure_sharding(device: str) -> list[ShardingTime]:
 
 
 def _measure_width(
-    device: str, mesh: DeviceMesh, width: int, num_repeats: int
+    device: str,
+    mesh: DeviceMesh,
+    width: int,
+    num_repeats: int,
 ) -> Iterator[ShardingTime]:
     model = small_model(width)
     num_params = sum(parameter.numel() for parameter in model.parameters())
@@ -105,21 +109,33 @@ def _measure_width(
         )
 
 
-def _time_parts(model: nn.Module, width: int, device: str, num_repeats: int) -> Seconds:
+def _time_parts(
+    model: nn.Module,
+    width: int,
+    device: str,
+    num_repeats: int,
+) -> Seconds:
     """The times of the parts of an update, of computing without gradients, and of gathering all
     weights."""
-    cache = torch.zeros(CACHE_BYTES if device == "cpu" else 0, dtype=torch.uint8)
+    cache_bytes = CACHE_BYTES if device == "cpu" else 0
+    cache = torch.zeros(cache_bytes, dtype=torch.uint8)
     optimizer = torch.optim.AdamW(model.parameters(), fused=device == "cuda")
     num_rows = max(1, NUM_ACTIVATIONS // width // ROW_LENGTH)
-    ids = torch.ones(num_rows, ROW_LENGTH, dtype=torch.long, device=device)
+    ids = torch.ones(
+        num_rows,
+        ROW_LENGTH,
+        dtype=torch.long,
+        device=device,
+    )
     seconds: Seconds = {}
 
     def compute_loss() -> Tensor:
-        loss: Tensor = model(ids, use_cache=False).logits.float().sum()
-        return loss
+        logits: Tensor = model(ids, use_cache=False).logits
+        return logits.float().sum()
 
     def gather() -> list[Tensor]:
-        return [whole(weight) for weight in model.state_dict().values()]
+        weights = model.state_dict().values()
+        return [whole(weight) for weight in weights]
 
     for number in range(NUM_WARM_REPEATS + num_repeats):
         # The times of warm repeats are not kept.
@@ -138,19 +154,25 @@ def _time_parts(model: nn.Module, width: int, device: str, num_repeats: int) -> 
 
 
 def _update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    whole(norm)  # gathered, as an update does
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
 def _timed(
-    times: Seconds, device: str, cache: Tensor, part: str, work: Callable[[], Result]
+    times: Seconds,
+    device: str,
+    cache: Tensor,
+    part: str,
+    work: Callable[[], Result],
 ) -> Result:
     """Do the work and add its time. `cache` is written first, see `CACHE_BYTES`."""
     cache.add_(1)
     start_s = _now(device)
     result = work()
-    times.setdefault(part, []).append(_now(device) - start_s)
+    seconds = _now(device) - start_s
+    times.setdefault(part, []).append(seconds)
     return result
 
 

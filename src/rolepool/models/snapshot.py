@@ -68,7 +68,8 @@ class SnapshotWriter:
             self._write(folder, number)
         except (OSError, SafetensorError) as error:
             # Because the run ends, or by somebody; its keeper sees that.
-            is_removed = not folder.parents[1].exists()
+            folder_of_run = folder.parents[1]
+            is_removed = not folder_of_run.exists()
             if not (self._has_warned or is_removed):
                 logger.warning(
                     "a snapshot is missing, because %s cannot be written: %s",
@@ -93,16 +94,24 @@ class SnapshotWriter:
         parts = own_parts(tensors)
         copies = self._copies_in(shard, tensors, parts)
         text = rank_state_text(self._trained, tensors, number)
-        ready = write_atomically(own_file.with_suffix(".new"), [text])
+        unpublished = own_file.with_suffix(".new")
+        ready = write_atomically(unpublished, [text])
 
         def publish() -> None:
             with suppress(OSError):  # the folder is removed if its keeper dies or the run ends
                 ready.replace(own_file)
 
-        self._trained.copy_later(list(parts.values()), [copies[name] for name in parts], publish)
+        self._trained.copy_later(
+            sources=list(parts.values()),
+            copies=[copies[name] for name in parts],
+            then=publish,
+        )
 
     def _copies_in(
-        self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        parts: dict[str, Tensor],
     ) -> dict[str, Tensor]:
         """The copies of these parts of tensors in a file, as views of its memory. If the file is
         for other parts, it is replaced."""
@@ -117,7 +126,10 @@ class SnapshotWriter:
         return file.copies
 
     def _new_file(
-        self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        parts: dict[str, Tensor],
     ) -> OpenFile:
         # Not the folders above these two, which are removed when the run ends.
         for folder in (path.parent.parent, path.parent):
@@ -139,7 +151,11 @@ class SnapshotWriter:
         memory, views = _map_tensors(path, copies)
         # A GPU that continues with other work can copy to pinned memory only.
         if self._trained.device != "cpu":
-            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+            torch.cuda.cudart().cudaHostRegister(
+                memory.data_ptr(),
+                memory.numel(),
+                0,
+            )
         return OpenFile(
             path,
             shapes={name: part.shape for name, part in parts.items()},
@@ -179,7 +195,8 @@ def _is_first_replica(tensor: DTensor) -> bool:
     mesh = tensor.device_mesh
     place = mesh.get_coordinate() or [0] * mesh.ndim
     for coordinate, placement in zip(place, tensor.placements, strict=True):
-        if isinstance(placement, Replicate) and coordinate > 0:
+        is_replicated = isinstance(placement, Replicate)
+        if is_replicated and coordinate > 0:
             return False
     return True
 
@@ -189,7 +206,9 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
     _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
+        tensor.shape,
+        tensor.device_mesh,
+        tensor.placements,
     )
     return tuple(offset)
 
@@ -207,7 +226,8 @@ def _map_tensors(path: Path, tensors: dict[str, Tensor]) -> tuple[Tensor, dict[s
     # whose offsets count from the end of the header.
     header_size = int(memory[:8].view(torch.int64))
     start = 8 + header_size
-    header = json.loads(bytes(memory[8:start].numpy()))
+    header_bytes = bytes(memory[8:start].numpy())
+    header = json.loads(header_bytes)
     data = memory[start:]
     views: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

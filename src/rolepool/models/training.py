@@ -92,10 +92,20 @@ class DeviceModel:
 class FrozenModel(DeviceModel):
     """A model without training: no gradients and no optimizer."""
 
-    def __init__(self, model: nn.Module, *, device: str, dims: ParallelDims, offload: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: str,
+        dims: ParallelDims,
+        offload: bool,
+    ) -> None:
         self.device = device
-        self.model = shard(model.requires_grad_(False), device, dims).eval()
-        self._moves = [self.model.to] if offload and device != "cpu" else []
+        frozen = model.requires_grad_(False)
+        self.model = shard(frozen, device, dims).eval()
+        self._moves = []
+        if offload and device != "cpu":
+            self._moves.append(self.model.to)
         self._leave_device()
 
 
@@ -143,7 +153,10 @@ class TrainedModel(DeviceModel):
         return torch.cuda.Stream()
 
     def copy_later(
-        self, sources: list[Tensor], copies: list[Tensor], then: Callable[[], object]
+        self,
+        sources: list[Tensor],
+        copies: list[Tensor],
+        then: Callable[[], object],
     ) -> None:
         """Copy parts of the state to host memory, then call a function. On a GPU a thread does it
         in its own stream, after the work so far and beside later work. Only the next update waits
@@ -160,7 +173,11 @@ class TrainedModel(DeviceModel):
                 self.copy_stream.wait_event(done)
                 for first in range(0, len(sources), COPIES_AT_ONCE):
                     some = slice(first, first + COPIES_AT_ONCE)
-                    torch._foreach_copy_(copies[some], sources[some], non_blocking=True)
+                    torch._foreach_copy_(
+                        copies[some],
+                        sources[some],
+                        non_blocking=True,
+                    )
                     self.copy_stream.synchronize()
             then()
 
@@ -187,10 +204,15 @@ class TrainedModel(DeviceModel):
         num_cosine_steps = max(1, self.num_steps - warmup)
         done = min(1.0, (step - warmup) / num_cosine_steps)
         lowest = optim.min_lr_ratio
-        return optim.lr * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done)))
+        cosine = math.cos(math.pi * done)
+        ratio = lowest + (1 - lowest) * 0.5 * (1 + cosine)
+        return optim.lr * ratio
 
     def step(
-        self, micro_batches: Sequence[Sequence[int]], loss_of: LossOf, lengths: Sequence[int] = ()
+        self,
+        micro_batches: Sequence[Sequence[int]],
+        loss_of: LossOf,
+        lengths: Sequence[int] = (),
     ) -> dict[str, Tensor]:
         """One optimizer step on a mini-batch, given as the rows of each micro-batch on this rank,
         and the lengths of rows, which are only recorded.
@@ -208,17 +230,21 @@ class TrainedModel(DeviceModel):
                 # take as much memory as the whole model. Only the last one also sums them over
                 # replicas.
                 self.model.set_requires_all_reduce(number == len(micro_batches))
-            work = work_of(lengths[row] for row in rows) if lengths else (0, 0)
+            work = (0, 0)
+            if lengths:
+                work = work_of(lengths[row] for row in rows)
             with part("forward", *work):
                 loss, metrics = loss_of(rows)
             with part("backward", *work):
                 loss.backward()
             for name, share in metrics.items():
-                totals[name] = share.double() + totals.get(name, 0.0)
+                earlier = totals.get(name, 0.0)
+                totals[name] = share.double() + earlier
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         with part("optimizer"):
-            norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
+            parameters = self.model.parameters()
+            norm = whole(nn.utils.clip_grad_norm_(parameters, self.grad_clip))
             is_bad = ~norm.isfinite()
             if self.device == "cuda":
                 # The fused kernel reads this flag, and changes nothing if it is 1.
@@ -236,7 +262,10 @@ class TrainedModel(DeviceModel):
 
 
 def model_utilization(
-    shape: ModelShape | None, lengths: Tensor, seconds: float, gpu_name: str
+    shape: ModelShape | None,
+    lengths: Tensor,
+    seconds: float,
+    gpu_name: str,
 ) -> float | None:
     """The share of its GPU's peak FLOPS that one rank's update on rows of these lengths used,
     between 0 and 1; None if the model's shape or the GPU's peak is not known.
@@ -249,9 +278,11 @@ def model_utilization(
         return None
     num_tokens = int(lengths.sum())
     num_pairs = int(lengths.long().square().sum())
+    of_token = 6.0 * shape.num_params
     of_pair = 6 * shape.num_layers * shape.num_heads * shape.head_dim
-    num_operations = 6.0 * shape.num_params * num_tokens + of_pair * num_pairs
-    return num_operations / (seconds * peak_tflops * 1e12)
+    num_operations = of_token * num_tokens + of_pair * num_pairs
+    possible = seconds * peak_tflops * 1e12
+    return num_operations / possible
 
 
 def _peak_tflops(gpu_name: str) -> int | None:

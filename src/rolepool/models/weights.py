@@ -48,7 +48,12 @@ class WeightSource:
         """All weights in their order; tied weights are listed once."""
         specs: list[WeightSpec] = []
         for name, weight in weights_of(self._placed.model).items():
-            specs.append(WeightSpec(name, tuple(weight.shape), self._dtype_of(weight)))
+            spec = WeightSpec(
+                name,
+                shape=tuple(weight.shape),
+                dtype=self._dtype_of(weight),
+            )
+            specs.append(spec)
         return specs
 
     @contextmanager

@@ -45,8 +45,9 @@ from rolepool.weights.receipts import Receipt
 
 def _columns_of_log_prob(role: type, config: Config, setup: Setup) -> tuple[str, ...]:
     """The engine's log-probs are read only if they are compared with the actor's."""
-    compares = config.actor_rollout_ref.rollout.checks_parity
-    return ComparableTokens.names() if compares else SampledTokens.names()
+    if config.actor_rollout_ref.rollout.checks_parity:
+        return ComparableTokens.names()
+    return SampledTokens.names()
 
 
 class Actor(TrainedRole):
@@ -61,9 +62,14 @@ class Actor(TrainedRole):
         super().__init__(config, setup)
         self.policy_loss = setup.policy_loss
         model = load_policy(
-            config, setup.dtype, packed=self.packed, reads_weights=setup.reads_weights
+            config,
+            setup.dtype,
+            packed=self.packed,
+            reads_weights=setup.reads_weights,
         )
-        self.train(model, max(0, setup.num_training_steps - config.trainer.critic_warmup))
+        # While the critic warms up, the actor is not updated.
+        num_steps = setup.num_training_steps - config.trainer.critic_warmup
+        self.train(model, max(0, num_steps))
         if self.keys.loss_scale_factor is not None:
             self.loss_scale_factor = self.keys.loss_scale_factor
         # Rollouts compute in 16 bits on GPUs.
@@ -79,10 +85,15 @@ class Actor(TrainedRole):
 
         def score(rows: TokenRows) -> LogProbs:
             log_probs, entropies = self.log_probs(rows)
-            sums = masked_sum(rows.pad(entropies.double()), rows.is_sampled, axis=1)
-            return LogProbs(old_log_probs=rows.ragged(log_probs), entropy_sums=sums)
+            padded_entropies = rows.pad(entropies.double())
+            sums = masked_sum(padded_entropies, rows.is_sampled, axis=1)
+            return LogProbs(
+                old_log_probs=rows.ragged(log_probs),
+                entropy_sums=sums,
+            )
 
-        computed = self.in_micro_batches("compute_log_prob", SampledTokens.of(data), score)
+        tokens = SampledTokens.of(data)
+        computed = self.in_micro_batches("compute_log_prob", tokens, score)
         rollouts = ComparableTokens.of(data)
         if rollouts.weights_version is not None and rollouts.rollout_log_probs is not None:
             version = int(rollouts.weights_version.max())
@@ -95,12 +106,17 @@ class Actor(TrainedRole):
         return computed.to_proto()
 
     def _raise_if_apart(
-        self, version: int, theirs: Tensor, ours: Tensor, mask: Tensor | None
+        self,
+        version: int,
+        theirs: Tensor,
+        ours: Tensor,
+        mask: Tensor | None,
     ) -> None:
         """Raise an error if the engine, whose log-probs are `theirs`, did not generate with the
         current weights, or computes other log-probs."""
         keys = self.config.actor_rollout_ref.rollout
-        limit = keys.parity_limit or parity.LIMITS["cpu" if self.device == "cpu" else "cuda"]
+        device = "cpu" if self.device == "cpu" else "cuda"
+        limit = keys.parity_limit or parity.LIMITS[device]
         if mask is not None:
             # What an environment wrote was not sampled, so the engine has no log-probs of it.
             is_sampled = flat_values(mask)
@@ -132,7 +148,12 @@ class Actor(TrainedRole):
             metrics["actor/kl_coef"] = self.keys.kl_loss_coef
         return metrics
 
-    def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
+    def loss_of(
+        self,
+        rows: TokenRows,
+        columns: Mapping[str, Tensor],
+        counts: LossCounts,
+    ) -> Loss:
         keys = self.keys
         mask = columns["response_mask"]
         mode = keys.loss_agg_mode
@@ -156,7 +177,12 @@ class Actor(TrainedRole):
             loss = loss - keys.entropy_coeff * entropy
             metrics["entropy"] = entropy.detach()
         if keys.use_kl_loss:
-            kl = masked_kl_penalty(log_probs, columns["ref_log_prob"], mask, keys.kl_loss_type)
+            kl = masked_kl_penalty(
+                log_probs,
+                columns["ref_log_prob"],
+                mask,
+                keys.kl_loss_type,
+            )
             kl_loss = agg_loss(kl, mask, mode, counts=counts)
             loss = loss + keys.kl_loss_coef * kl_loss
             metrics["kl_loss"] = kl_loss.detach()
@@ -198,7 +224,10 @@ class Critic(TrainedRole):
     def __init__(self, config: Config, setup: TrainingSetup) -> None:
         super().__init__(config, setup)
         model = load_critic(
-            config, setup.dtype, packed=self.packed, reads_weights=setup.reads_weights
+            config,
+            setup.dtype,
+            packed=self.packed,
+            reads_weights=setup.reads_weights,
         )
         self.train(model, setup.num_training_steps)
 
@@ -207,9 +236,11 @@ class Critic(TrainedRole):
         """The value of the state before each response token."""
 
         def score(rows: TokenRows) -> Values:
-            return Values(values=rows.ragged(self._values(rows)))
+            values = self._values(rows)
+            return Values(values=rows.ragged(values))
 
-        return self.in_micro_batches("compute_values", Tokens.of(data), score).to_proto()
+        computed = self.in_micro_batches("compute_values", Tokens.of(data), score)
+        return computed.to_proto()
 
     def _values(self, rows: TokenRows) -> Tensor:
         return response_values(self.trained.model, rows, packed=self.packed)
@@ -223,7 +254,12 @@ class Critic(TrainedRole):
         """One epoch of updates."""
         return self.update(data, ends_step)
 
-    def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
+    def loss_of(
+        self,
+        rows: TokenRows,
+        columns: Mapping[str, Tensor],
+        counts: LossCounts,
+    ) -> Loss:
         mask = columns["response_mask"]
         predicted = rows.pad(self._values(rows))
         loss, clip_fraction = compute_value_loss(
@@ -235,8 +271,13 @@ class Critic(TrainedRole):
             self.keys.loss_agg_mode,
             counts=counts,
         )
-        mean = masked_sum(predicted.detach(), mask) / max(counts.num_tokens, 1)
-        return loss, {"vf_loss": loss.detach(), "vf_clipfrac": clip_fraction, "vpred_mean": mean}
+        total = masked_sum(predicted.detach(), mask)
+        metrics = {
+            "vf_loss": loss.detach(),
+            "vf_clipfrac": clip_fraction,
+            "vpred_mean": total / max(counts.num_tokens, 1),
+        }
+        return loss, metrics
 
 
 class Reference(ModelRole):

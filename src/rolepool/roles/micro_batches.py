@@ -31,10 +31,13 @@ class MicroBatches:
         if self.size.rows is not None:  # all ranks have as many rows, padding included
             parts = by_rows(num_rows, self.size.rows)
         else:
-            # Rows that are not packed are padded to the longest one.
-            counted = lengths if self.packed else [max(lengths)] * num_rows
+            counted = lengths
+            if not self.packed:
+                # Rows are padded to the longest one.
+                counted = [max(lengths)] * num_rows
             num_here = num_passes(counted, self.size.tokens)
-            parts = balanced(counted, self.part_sums.max(num_here))
+            num_on_all = self.part_sums.max(num_here)
+            parts = balanced(counted, num_on_all)
         self._num_rows = num_rows
         self._most_rows = max(map(len, parts), default=0)
         return parts
@@ -48,9 +51,12 @@ class MicroBatches:
         keys = self.size.keys
         if self.size.rows is None and not self.size.is_chosen:
             # One micro-batch must hold at least the longest row.
-            tokens = max(self.size.tokens // 2, self.width)
-            return [f"{keys.tokens}={tokens}"] if tokens < self.size.tokens else []
+            num_tokens = max(self.size.tokens // 2, self.width)
+            if num_tokens >= self.size.tokens:
+                return []
+            return [f"{keys.tokens}={num_tokens}"]
         most_rows = self._most_rows or self.size.rows or 1
         if most_rows == 1:
             return []
-        return [f"{keys.rows}={divisor_near(self._num_rows, most_rows // 2)}"]
+        num_rows = divisor_near(self._num_rows, most_rows // 2)
+        return [f"{keys.rows}={num_rows}"]

@@ -7,6 +7,7 @@ division of the GPUs.
 """
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -52,14 +53,20 @@ class ModelRole(Worker):
         self.micro_batches: dict[str, MicroBatches] = {}
         """By the name of the method."""
         for operation, _ in self.spec.batched:
-            size = sizes[operation.name]
-            batches = MicroBatches(size, self.part_sums, self.packed, width)
-            self.micro_batches[operation.method] = batches
+            self.micro_batches[operation.method] = MicroBatches(
+                size=sizes[operation.name],
+                part_sums=self.part_sums,
+                packed=self.packed,
+                width=width,
+            )
         self.frozen_dtype = setup.dtype if self.device == "cpu" else torch.bfloat16
         """The dtype of weights that are not trained."""
 
     def in_micro_batches(
-        self, method: str, tokens: Tokens, compute: Callable[[TokenRows], Computed]
+        self,
+        method: str,
+        tokens: Tokens,
+        compute: Callable[[TokenRows], Computed],
     ) -> Computed:
         """What the model computes from micro-batches of tokens, in the order of rows, in host
         memory."""
@@ -69,12 +76,15 @@ class ModelRole(Worker):
         parts: list[Computed] = []
         with self.placed.on_device():
             for rows in split:
-                num_tokens, num_attended = work_of(lengths[row] for row in rows)
+                own_lengths = [lengths[row] for row in rows]
+                num_tokens, num_attended = work_of(own_lengths)
                 with part("score", num_tokens, num_attended):
-                    parts.append(compute(TokenRows(batch[rows].batch, self.device)))
+                    token_rows = TokenRows(batch[rows].batch, self.device)
+                    parts.append(compute(token_rows))
+            protos = [computed.to_proto() for computed in parts]
             # Only now: micro-batches do not wait for each other's results.
-            joined = DataProto.concat([computed.to_proto() for computed in parts]).to("cpu")
-        order = [row for rows in split for row in rows]
+            joined = DataProto.concat(protos).to("cpu")
+        order = list(chain(*split))
         joined.reorder(np.argsort(order))
         return type(parts[0]).of(joined)
 
@@ -82,7 +92,10 @@ class ModelRole(Worker):
         """Log-probs and entropies of response tokens under the policy of this role."""
         temperature = self.config.actor_rollout_ref.rollout.temperature
         return response_log_probs(
-            self.placed.model, rows, temperature=temperature, packed=self.packed
+            self.placed.model,
+            rows,
+            temperature=temperature,
+            packed=self.packed,
         )
 
     def smaller(self, method: str) -> list[str]:
@@ -96,7 +109,11 @@ class ModelRole(Worker):
         for other in self.siblings.values():
             if other is not self:
                 at_rest += other.less_memory_at_rest()
-        return [*self.smaller(method), *at_rest, *roomier_divisions(self.config, self.role)]
+        return [
+            *self.smaller(method),
+            *at_rest,
+            *roomier_divisions(self.config, self.role),
+        ]
 
     def less_memory_at_rest(self) -> list[str]:
         section = self.spec.fsdp
@@ -111,5 +128,8 @@ def offloads(section: str, fsdp: RefFsdpConfig, device: str) -> list[str]:
     if device == "cpu":
         return []
     values = fsdp.model_dump()
-    keys = ("optimizer_offload", "param_offload")
-    return [f"{section}.{key}=true" for key in keys if values.get(key) is False]
+    overrides: list[str] = []
+    for key in ("optimizer_offload", "param_offload"):
+        if values.get(key) is False:
+            overrides.append(f"{section}.{key}=true")
+    return overrides

@@ -25,11 +25,15 @@ from rolepool.roles.setups import RewardModelSetup
 
 
 def _columns_to_score(
-    role: type["RewardModel"], config: Config, setup: RewardModelSetup
+    role: type["RewardModel"],
+    config: Config,
+    setup: RewardModelSetup,
 ) -> tuple[str, ...]:
     """Prompts are read only if texts may have to be written again in other tokens."""
-    may_have_own_tokens = config.at(ROLE_SPECS[role.role].model).input_tokenizer is not None
-    return ScoredChats.names() if may_have_own_tokens else ScoredTokens.names()
+    model_keys = config.at(ROLE_SPECS[role.role].model)
+    if model_keys.input_tokenizer is not None:
+        return ScoredChats.names()
+    return ScoredTokens.names()
 
 
 class RewardModel(ModelRole):
@@ -39,9 +43,10 @@ class RewardModel(ModelRole):
 
     def __init__(self, config: Config, setup: RewardModelSetup) -> None:
         super().__init__(config, setup)
-        model: Any = load_reward_model(config, self.spec.model, self.frozen_dtype)
+        section = self.spec.model
+        model: Any = load_reward_model(config, section, self.frozen_dtype)
         vocab_size = model.config.get_text_config().vocab_size
-        self.texts = reward_texts(config, self.spec.model, vocab_size)
+        self.texts = reward_texts(config, section, vocab_size)
         # Another vocabulary may not have the policy's pad token. The score does not depend on it.
         self.pad_token_id = setup.pad_token_id if self.texts is None else 0
         model.config.pad_token_id = self.pad_token_id
@@ -50,7 +55,12 @@ class RewardModel(ModelRole):
         of them."""
         if hasattr(model, "score"):  # the head of all decoders
             model.score.register_forward_hook(self._keep_logits)
-        self.placed = FrozenModel(model, device=self.device, dims=self.context.dims, offload=False)
+        self.placed = FrozenModel(
+            model,
+            device=self.device,
+            dims=self.context.dims,
+            offload=False,
+        )
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_columns_to_score)
     def compute_scores(self, data: DataProto) -> DataProto:
@@ -61,31 +71,43 @@ class RewardModel(ModelRole):
         limit = self.keys.max_length
         if self.texts is not None:
             texts = self.texts.tokenize(ScoredChats.of(data))
-            token_ids = torch.tensor([*chain(*texts)])
-            lengths = torch.tensor([len(text) for text in texts])
-            input_ids = ragged(token_ids, lengths)
+            token_ids = list(chain(*texts))
+            lengths = [len(text) for text in texts]
+            input_ids = ragged(torch.tensor(token_ids), torch.tensor(lengths))
             limit = longest_row(self.config, self.role)
         if limit is not None:
             input_ids = last_tokens(input_ids, limit)
 
         def score(rows: TokenRows) -> Scores:
             inputs, _ = rows.padded_inputs(self.pad_token_id)  # on the right
-            logits: Tensor = self.placed.model(**inputs, use_cache=False).logits
+            outputs = self.placed.model(**inputs, use_cache=False)
+            logits: Tensor = outputs.logits
             if self.of_all_tokens is not None:
                 # The model itself would score before the last token if the policy has written a
                 # pad token there.
-                last = inputs["attention_mask"].sum(dim=1) - 1
-                logits = self.of_all_tokens[torch.arange(len(last)), last]
-            return Scores(scores=logits[:, 0].float())
+                num_tokens = inputs["attention_mask"].sum(dim=1)
+                row_numbers = torch.arange(len(num_tokens))
+                logits = self.of_all_tokens[row_numbers, num_tokens - 1]
+            scores_of_rows = logits[:, 0]
+            return Scores(scores=scores_of_rows.float())
 
-        tokens = Tokens(input_ids=input_ids, num_prompt_tokens=rollouts.num_prompt_tokens)
-        scores = self.in_micro_batches("compute_scores", tokens, score).scores
+        tokens = Tokens(
+            input_ids=input_ids,
+            num_prompt_tokens=rollouts.num_prompt_tokens,
+        )
+        computed = self.in_micro_batches("compute_scores", tokens, score)
+        scores = computed.scores
         of_environment = rollouts.environment_score
         if of_environment is not None:
             scores = torch.where(of_environment.isnan(), scores, of_environment)
         return Scores(scores=scores).to_proto()
 
-    def _keep_logits(self, head: nn.Module, inputs: object, logits: Tensor) -> None:
+    def _keep_logits(
+        self,
+        head: nn.Module,
+        inputs: object,
+        logits: Tensor,
+    ) -> None:
         self.of_all_tokens = logits
 
 

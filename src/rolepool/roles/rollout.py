@@ -39,8 +39,9 @@ ENGINE_KEY = "actor_rollout_ref.rollout.name"
 
 def _columns_of_prompts(role: type, config: Config, setup: RolloutSetup) -> tuple[str, ...]:
     """Only an environment reads more of a prompt than its tokens."""
-    has_environment = config.environment.name is not None
-    return EnvironmentPrompts.names() if has_environment else Prompts.names()
+    if config.environment.name is not None:
+        return EnvironmentPrompts.names()
+    return Prompts.names()
 
 
 class Rollout(ModelRole):
@@ -53,8 +54,10 @@ class Rollout(ModelRole):
         self.stop_token_ids = setup.stop_token_ids
         actor = self.siblings.get(Role.Actor)
         shared_model = None
-        if isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu":
-            shared_model = actor.trained.model
+        if isinstance(actor, Actor):
+            has_whole_model = actor.world_size == 1
+            if has_whole_model and self.device == "cpu":
+                shared_model = actor.trained.model
         name = self.keys.engine
         make = import_object(ENGINE_KEY, ENGINES.get(name, name))
         self.engine: Engine = make(
@@ -91,10 +94,12 @@ class Rollout(ModelRole):
         run_seed = self.context.run_seed
         seeds: list[int] = []
         for uid, index in zip(asked.uid, asked.sample_index, strict=True):
-            seeds.append(sample_seed(run_seed, uid, int(index)))
+            seed = sample_seed(run_seed, uid, int(index))
+            seeds.append(seed)
         checks_parity = self.keys.checks_parity
         kept = Kept(
-            log_probs=checks_parity or self.keys.calculate_log_probs, versions=checks_parity
+            log_probs=checks_parity or self.keys.calculate_log_probs,
+            versions=checks_parity,
         )
         self.engine.wake()
         if self.conversations is None:
@@ -120,14 +125,19 @@ class Rollout(ModelRole):
         )
 
     def _generate(
-        self, asked: Prompts, seeds: Sequence[int], sampling: Sampling, kept: Kept
+        self,
+        asked: Prompts,
+        seeds: Sequence[int],
+        sampling: Sampling,
+        kept: Kept,
     ) -> Rollouts:
         """Responses of one turn."""
         requests: list[Request] = []
         for token_ids, seed in zip(asked.raw_prompt_ids, seeds, strict=True):
             requests.append(Request(token_ids, seed))
         completions = self.engine.generate(requests, sampling)
-        return rollouts_of([request.token_ids for request in requests], completions, kept)
+        prompts = [request.token_ids for request in requests]
+        return rollouts_of(prompts, completions, kept)
 
     def smaller(self, method: str) -> list[str]:
         section = self.spec.section
@@ -157,9 +167,13 @@ class Rollout(ModelRole):
         # All ranks gather the same weights, so one of them says what these are.
         sent = Digests() if self.rank == 0 else None
         with actor.weights.open(names) as tensors, part("gather"):
-            got = self.engine.update_weights(_noted(tensors, sent), version)
+            noted = _noted(tensors, sent)
+            got = self.engine.update_weights(noted, version)
         self._warn_without(got)
-        return Delivery(None if sent is None else Receipt(version, sent.read()), got)
+        sent_receipt = None
+        if sent is not None:
+            sent_receipt = Receipt(version, sent.read())
+        return Delivery(sent_receipt, got)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights(self, weights: DataProto, version: int | None) -> Receipt | None:
@@ -183,7 +197,8 @@ class Rollout(ModelRole):
 
 
 def _noted(
-    tensors: Iterable[tuple[str, Tensor]], digests: Digests | None
+    tensors: Iterable[tuple[str, Tensor]],
+    digests: Digests | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The same tensors. Their digests are computed before they are handed on."""
     for name, tensor in tensors:

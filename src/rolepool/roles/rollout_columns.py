@@ -48,7 +48,9 @@ def rows_of(prompts: EnvironmentPrompts) -> list[PromptRow]:
 
 
 def rollouts_of(
-    prompts: Sequence[TokenIds], completions: Sequence[Completion], kept: Kept
+    prompts: Sequence[TokenIds],
+    completions: Sequence[Completion],
+    kept: Kept,
 ) -> Rollouts:
     """Responses of one turn, all of whose tokens were sampled."""
     responses = [completion.token_ids for completion in completions]
@@ -58,7 +60,8 @@ def rollouts_of(
     if not kept.log_probs:
         return rollouts
     numbers = torch.from_numpy(np.concatenate(log_probs))
-    return replace(rollouts, rollout_log_probs=ragged(numbers, rollouts.num_response_tokens))
+    column = ragged(numbers, rollouts.num_response_tokens)
+    return replace(rollouts, rollout_log_probs=column)
 
 
 def rollouts_of_turns(trajectories: Sequence[Trajectory], kept: Kept) -> Rollouts:
@@ -68,7 +71,8 @@ def rollouts_of_turns(trajectories: Sequence[Trajectory], kept: Kept) -> Rollout
     for trajectory in trajectories:
         num_kept = trajectory.num_kept
         responses.append(trajectory.token_ids[:num_kept])
-        log_probs.append(np.array(trajectory.log_probs[:num_kept], np.float32))
+        kept_log_probs = trajectory.log_probs[:num_kept]
+        log_probs.append(np.array(kept_log_probs, np.float32))
     prompts = [trajectory.prompt_ids for trajectory in trajectories]
     versions = [trajectory.weights_version for trajectory in trajectories]
     rollouts = _tokens_of(prompts, responses, versions if kept.versions else None)
@@ -78,23 +82,31 @@ def rollouts_of_turns(trajectories: Sequence[Trajectory], kept: Kept) -> Rollout
 
     # Tokens that were not sampled have NaN as log-prob.
     numbers = torch.from_numpy(np.concatenate(log_probs))
+    column_of_log_probs = None
+    if kept.log_probs:
+        column_of_log_probs = of_tokens(numbers.nan_to_num())
     turn_scores = [_score_of_each_token(trajectory) for trajectory in trajectories]
+    scores = [_score_of(trajectory) for trajectory in trajectories]
+    nums_turns = [trajectory.num_turns for trajectory in trajectories]
+    nums_calls = [trajectory.num_tool_calls for trajectory in trajectories]
+    nums_errors = [trajectory.num_tool_errors for trajectory in trajectories]
     return replace(
         rollouts,
         response_mask=of_tokens(~numbers.isnan()),
-        rollout_log_probs=of_tokens(numbers.nan_to_num()) if kept.log_probs else None,
+        rollout_log_probs=column_of_log_probs,
         turn_scores=of_tokens(torch.cat(turn_scores)),
-        environment_score=torch.tensor([_score_of(trajectory) for trajectory in trajectories]),
-        num_turns=torch.tensor([trajectory.num_turns for trajectory in trajectories]),
-        num_tool_calls=torch.tensor([trajectory.num_tool_calls for trajectory in trajectories]),
-        num_tool_errors=torch.tensor([trajectory.num_tool_errors for trajectory in trajectories]),
+        environment_score=torch.tensor(scores),
+        num_turns=torch.tensor(nums_turns),
+        num_tool_calls=torch.tensor(nums_calls),
+        num_tool_errors=torch.tensor(nums_errors),
     )
 
 
 def _score_of_each_token(trajectory: Trajectory) -> Tensor:
     """The score of each turn at its last token, and 0 elsewhere."""
     scores = torch.zeros(trajectory.num_kept)
-    last_tokens = torch.tensor(trajectory.turn_ends, dtype=torch.int64) - 1
+    ends = torch.tensor(trajectory.turn_ends, dtype=torch.int64)
+    last_tokens = ends - 1
     scores[last_tokens] = torch.tensor(trajectory.turn_scores())
     return scores
 
@@ -107,7 +119,9 @@ def _score_of(trajectory: Trajectory) -> float:
 
 
 def _tokens_of(
-    prompts: Sequence[TokenIds], responses: Sequence[TokenIds], versions: Sequence[int] | None
+    prompts: Sequence[TokenIds],
+    responses: Sequence[TokenIds],
+    versions: Sequence[int] | None,
 ) -> Rollouts:
     """Prompt and response of each row as one ragged column, and the number of tokens of each."""
     num_prompt = torch.tensor([len(prompt) for prompt in prompts])
@@ -116,10 +130,14 @@ def _tokens_of(
     for prompt, response in zip(prompts, responses, strict=True):
         pieces.append(np.asarray(prompt, dtype=np.int64))
         pieces.append(np.asarray(response, dtype=np.int64))
-    input_ids = torch.from_numpy(np.concatenate(pieces))
+    token_ids = torch.from_numpy(np.concatenate(pieces))
+    lengths = num_prompt + num_response
+    weights_version = None
+    if versions is not None:
+        weights_version = torch.tensor(versions)
     return Rollouts(
-        input_ids=ragged(input_ids, num_prompt + num_response),
+        input_ids=ragged(token_ids, lengths),
         num_prompt_tokens=num_prompt,
         num_response_tokens=num_response,
-        weights_version=None if versions is None else torch.tensor(versions),
+        weights_version=weights_version,
     )

@@ -35,10 +35,16 @@ class RuleReward(Worker):
         function_keys = config.custom_reward_function
 
         def start(function: rewards.RewardFunction) -> ScoringProcesses:
-            num_at_once = calls_at_once(function, function_keys, self.rank, self.world_size)
+            num_at_once = calls_at_once(
+                function,
+                function_keys,
+                self.rank,
+                self.world_size,
+            )
             return ScoringProcesses(function, function_keys, num_at_once)
 
-        self.reward = load_reward_function(config, setup.reward).in_processes(start)
+        reward = load_reward_function(config, setup.reward)
+        self.reward = reward.in_processes(start)
         self.keys = config.reward_model.reward_kwargs
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_columns_to_score)
@@ -50,20 +56,28 @@ class RuleReward(Worker):
             scored = self._score(data)
         else:
             scored = self._score_others(of_environment.tolist(), data)
-        return Scores(
-            scores=torch.tensor([row.score for row in scored], dtype=torch.float32),
+        scores = [row.score for row in scored]
+        columns = Scores(
+            scores=torch.tensor(scores, dtype=torch.float32),
             # Not a column for each name, because all ranks must return the same columns, and rows
             # may have other names.
             reward_numbers=objects(row.numbers for row in scored),
             pred=objects(row.pred for row in scored),
-        ).to_proto()
+        )
+        return columns.to_proto()
 
     def _score_others(
-        self, of_environment: Sequence[float], data: DataProto
+        self,
+        of_environment: Sequence[float],
+        data: DataProto,
     ) -> list[rewards.Scored]:
         """The scores of the environment, and of the function for rows in which that is NaN."""
-        scored = [rewards.Scored(score, {}) for score in of_environment]
-        unscored_rows = [row for row, score in enumerate(of_environment) if math.isnan(score)]
+        scored: list[rewards.Scored] = []
+        unscored_rows: list[int] = []
+        for row, score in enumerate(of_environment):
+            scored.append(rewards.Scored(score, {}))
+            if math.isnan(score):
+                unscored_rows.append(row)
         if unscored_rows:
             of_function = self._score(data[unscored_rows])
             for row, scored_row in zip(unscored_rows, of_function, strict=True):
@@ -75,11 +89,13 @@ class RuleReward(Worker):
         responses = ScoredRows.of(data).responses()
         texts = []
         for tokens in responses:
-            texts.append(str(self.tokenizer.decode(tokens, skip_special_tokens=True)))
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            texts.append(str(text))
         scored = rewards.score_batch(self.reward, data.non_tensor_batch, texts)
         if not self.keys.overlong_buffer_cfg.enable:
             return scored
         penalized = []
         for row, tokens in zip(scored, responses, strict=True):
-            penalized.append(rewards.with_overlong_penalty(row, len(tokens), self.keys))
+            penalized_row = rewards.with_overlong_penalty(row, len(tokens), self.keys)
+            penalized.append(penalized_row)
         return penalized

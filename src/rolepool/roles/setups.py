@@ -40,8 +40,10 @@ class PartOfRunSetup:
     @classmethod
     def of(cls, run: RunSetup) -> Self:
         """The fields of this class, from what the run knows."""
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        return cls(**{name: getattr(run, name) for name in names})
+        values: dict[str, Any] = {}
+        for field in fields(cls):  # type: ignore[arg-type]
+            values[field.name] = getattr(run, field.name)
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)

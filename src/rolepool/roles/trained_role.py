@@ -54,10 +54,10 @@ class TrainedRole(ModelRole):
             self.shape = shape_of(self.config, self.role)
         update = next(operation for operation in self.spec.operations if operation.trains)
         self.update_micro_batches = self.micro_batches[update.method]
-        if not self.config.at(self.spec.model).enable_gradient_checkpointing:
-            self.update_micro_batches.further = [
-                f"{self.spec.model}.enable_gradient_checkpointing=true"
-            ]
+        section = self.spec.model
+        if not self.config.at(section).enable_gradient_checkpointing:
+            override = f"{section}.enable_gradient_checkpointing=true"
+            self.update_micro_batches.further = [override]
         # Kept activations save time; their memory is not planned on a CPU.
         elif self.device == "cpu" or self.update_micro_batches.size.recomputes:
             model.gradient_checkpointing_enable(
@@ -75,7 +75,12 @@ class TrainedRole(ModelRole):
         self.placed = self.trained
         self.snapshots = SnapshotWriter(self.trained)
 
-    def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
+    def loss_of(
+        self,
+        rows: TokenRows,
+        columns: Mapping[str, Tensor],
+        counts: LossCounts,
+    ) -> Loss:
         """The loss of one micro-batch and metrics: shares that add up over micro-batches and ranks.
 
         Columns are on the device, padded on the right: [rows, longest response], with their
@@ -99,7 +104,10 @@ class TrainedRole(ModelRole):
             means = {name: float(column.mean()) for name, column in columns.items()}
             sums, memory_gb = self._sum_over_ranks(means)
         seconds = time.perf_counter() - start_s
-        num_updates = int(columns["grad_norm"].isfinite().sum()) if taken else 0
+        num_updates = 0
+        if taken:
+            is_finite = columns["grad_norm"].isfinite()
+            num_updates = int(is_finite.sum())
         learning_rate = self.trained.learning_rate  # that of these updates, not of the next ones
         if ends_step:
             self.trained.num_updates += 1
@@ -132,8 +140,16 @@ class TrainedRole(ModelRole):
             # mini-batch.
             if mini_batch.counts.num_tokens == 0:
                 continue
-            loss_of = partial(self._loss_of_rows, mini_batch.data, mini_batch.counts)
-            metrics = self.trained.step(mini_batch.micro_batches, loss_of, mini_batch.lengths)
+            loss_of = partial(
+                self._loss_of_rows,
+                mini_batch.data,
+                mini_batch.counts,
+            )
+            metrics = self.trained.step(
+                mini_batch.micro_batches,
+                loss_of,
+                mini_batch.lengths,
+            )
             taken.append(metrics)
         return taken
 
@@ -145,34 +161,51 @@ class TrainedRole(ModelRole):
         prepared = []
         for data, counts in zip(batches, all_counts, strict=True):
             lengths = lengths_of(data.batch[INPUT_IDS]).tolist()
-            micro_batches = self.update_micro_batches.split(lengths)
-            prepared.append(_MiniBatch(data, counts, lengths, micro_batches))
+            mini_batch = _MiniBatch(
+                data=data,
+                counts=counts,
+                lengths=lengths,
+                micro_batches=self.update_micro_batches.split(lengths),
+            )
+            prepared.append(mini_batch)
         return prepared
 
     def _sum_over_ranks(self, means: Mapping[str, float]) -> tuple[dict[str, float], float]:
         """The sum of each metric over all parts of the batch, and the memory in GiB that is used on
         a node."""
         # Each rank knows its own node. Divided by the number of parts, the sum is a mean over them.
-        node_memory_gb = psutil.virtual_memory().used / 2**30 / self.context.dims.dp
-        *totals, memory_gb = self.part_sums.sum([*means.values(), node_memory_gb])
+        used_gb = psutil.virtual_memory().used / 2**30
+        share_gb = used_gb / self.context.dims.dp
+        *totals, memory_gb = self.part_sums.sum([*means.values(), share_gb])
         return dict(zip(means, totals, strict=True)), memory_gb
 
     def _utilization(self, data: DataProto, seconds: float) -> dict[str, float]:
         """The share of the GPU's speed that the update used; empty if it is not known."""
-        gpu_name = "" if self.device == "cpu" else torch.cuda.get_device_name()
+        gpu_name = ""
+        if self.device != "cpu":
+            gpu_name = torch.cuda.get_device_name()
         lengths = lengths_of(data.batch[INPUT_IDS])
         used = model_utilization(self.shape, lengths, seconds, gpu_name)
-        return {} if used is None else {f"perf/mfu/{self.role}": used}
+        if used is None:
+            return {}
+        return {f"perf/mfu/{self.role}": used}
 
-    def _loss_of_rows(self, mini_batch: DataProto, counts: LossCounts, rows: Sequence[int]) -> Loss:
+    def _loss_of_rows(
+        self,
+        mini_batch: DataProto,
+        counts: LossCounts,
+        rows: Sequence[int],
+    ) -> Loss:
         """The loss of one micro-batch, which has these rows of a mini-batch."""
         batch = mini_batch[rows].batch
         tokens = TokenRows(batch, self.device)
-        columns = {RESPONSE_MASK: on_device(kept_mask(batch), self.device)}
+        mask = on_device(kept_mask(batch), self.device)
+        columns = {RESPONSE_MASK: mask}
         for name, column in batch.items():
             # The rows of `tokens` have the ids already, and the mask leaves out padding rows, which
             # the column does not.
-            if is_ragged(column) and name not in (INPUT_IDS, RESPONSE_MASK):
+            is_needed = name not in (INPUT_IDS, RESPONSE_MASK)
+            if is_needed and is_ragged(column):
                 of_responses = on_device(flat_values(column), self.device)
                 columns[name] = tokens.pad(of_responses)
         return self.loss_of(tokens, columns, counts)
@@ -206,7 +239,8 @@ def _in_host_memory(taken: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return {}
     rows = []
     for metrics in taken:
-        rows.append(torch.stack([*metrics.values()]))
+        values = list(metrics.values())
+        rows.append(torch.stack(values))
     numbers = torch.stack(rows).cpu()
     names = taken[0]
     return dict(zip(names, numbers.unbind(dim=1), strict=True))
@@ -221,7 +255,10 @@ def count_losses(masks: Iterable[Tensor], scale: float, part_sums: PartSums) -> 
         counts += [float(num_tokens), float(num_rows)]
     # One exchange for all of them: the counts of tokens and of rows take turns.
     totals = part_sums.sum(counts)
+    totals_of_tokens = totals[::2]
+    totals_of_rows = totals[1::2]
     summed = []
-    for total_tokens, total_rows in zip(totals[::2], totals[1::2], strict=True):
-        summed.append(LossCounts(int(total_tokens), int(total_rows), scale))
+    for total_tokens, total_rows in zip(totals_of_tokens, totals_of_rows, strict=True):
+        of_mini_batch = LossCounts(int(total_tokens), int(total_rows), scale)
+        summed.append(of_mini_batch)
     return summed

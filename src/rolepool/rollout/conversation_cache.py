@@ -35,17 +35,25 @@ class ConversationCache:
         if conversation is None or conversation not in self._kept:
             return 0
         kept_ids = self._kept[conversation].token_ids
-        ids = token_ids[:-1][: len(kept_ids)]
-        differences = np.flatnonzero(ids != kept_ids[: len(ids)])
+        ids_before_last = token_ids[:-1]
+        num_compared = min(len(ids_before_last), len(kept_ids))
+        is_different = ids_before_last[:num_compared] != kept_ids[:num_compared]
+        differences = np.flatnonzero(is_different)
         if len(differences) > 0:
             return int(differences[0])
-        return len(ids)
+        return num_compared
 
     def restore(self, conversation: int, slot: int, num_tokens: int) -> None:
         """Copy the first tokens of a kept conversation into a slot."""
-        self._cache.copy(self._kept[conversation].slot, slot, num_tokens)
+        source = self._kept[conversation].slot
+        self._cache.copy(source, slot, num_tokens)
 
-    def keep(self, conversation: int, slot: int, token_ids: npt.NDArray[np.int64]) -> None:
+    def keep(
+        self,
+        conversation: int,
+        slot: int,
+        token_ids: npt.NDArray[np.int64],
+    ) -> None:
         """Keep the tokens that are in `slot`: where this conversation was kept before, in a free
         slot, or in place of the conversation that was kept first."""
         if conversation in self._kept:

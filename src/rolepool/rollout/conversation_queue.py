@@ -30,7 +30,8 @@ class ConversationQueue:
 
     async def generate(self, request: Request) -> Completion:
         """Wait for the completion of a request."""
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
         self._waiting.append((request, future))
         self._changed.set()
         return await future
@@ -58,7 +59,8 @@ class ConversationQueue:
                 numbers = self._session.submit(requests)
                 self._running.update(zip(numbers, futures, strict=True))
             if self._running:
-                for number, completion in self._session.step():
+                ended = self._session.step()
+                for number, completion in ended:
                     future = self._running.pop(number)
                     if not future.cancelled():  # a rollout function may stop waiting
                         future.set_result(completion)

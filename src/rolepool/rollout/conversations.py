@@ -31,14 +31,24 @@ class Conversations:
     template_options: TemplateOptions = field(default_factory=dict)
 
     def run(
-        self, engine: Engine, sampling: Sampling, rows: Sequence[PromptRow], seeds: Sequence[int]
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        rows: Sequence[PromptRow],
+        seeds: Sequence[int],
     ) -> list[Trajectory]:
         """The trajectory of each row, which has this seed. It does not depend on the order in which
         tools answer."""
         max_prompt, max_response = self.limits
         longest = replace(sampling, max_new_tokens=max_response)
         with engine.session(longest, len(rows), max_prompt + max_response) as session:
-            return asyncio.run(self._run(session, rows, seeds, sampling.stop_token_ids))
+            conversations = self._run(
+                session,
+                rows,
+                seeds,
+                stop_token_ids=sampling.stop_token_ids,
+            )
+            return asyncio.run(conversations)
 
     async def _run(
         self,
@@ -62,13 +72,16 @@ class Conversations:
                         template_options=self.template_options,
                         stop_token_ids=stop_token_ids,
                     )
-                    tasks.append(group.create_task(self._converse(row, generate)))
+                    task = group.create_task(self._converse(row, generate))
+                    tasks.append(task)
                 group.create_task(queue.serve(tasks))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         if queue.errors:
             logger.warning(
-                "%d calls of tools failed; the first: %s", len(queue.errors), queue.errors[0]
+                "%d calls of tools failed; the first: %s",
+                len(queue.errors),
+                queue.errors[0],
             )
         return [task.result() for task in tasks]
 
@@ -83,9 +96,10 @@ class Conversations:
         except Exception as error:
             problem = f"the environment failed with {type(error).__name__}: {one_line(error)}"
             raise RolepoolError(f"{problem}, for {row['origin']}") from error
-        if num_prompt > self.limits[0]:
+        max_prompt, _ = self.limits
+        if num_prompt > max_prompt:
             problem = f"the environment's prompt has {num_prompt} tokens, for {row['origin']}"
-            raise DataError(f"data.max_prompt_length={self.limits[0]}: {problem}; raise it")
+            raise DataError(f"data.max_prompt_length={max_prompt}: {problem}; raise it")
         return trajectory
 
 
@@ -98,11 +112,12 @@ def conversations_of(config: Config) -> Conversations | None:
     if isinstance(environment, type):
         rollout = ToolLoop(environment, config)
     keys = config.environment
+    policy_keys = config.actor_rollout_ref
     return Conversations(
         rollout,
-        load_tokenizer(config.actor_rollout_ref.model),
+        load_tokenizer(policy_keys.model),
         processes=[ToolProcess(keys) for _ in range(keys.num_processes)],
         limits=(config.data.max_prompt_length, config.data.max_response_length),
-        turns=config.actor_rollout_ref.rollout.multi_turn,
+        turns=policy_keys.rollout.multi_turn,
         template_options=template_options(config),
     )

@@ -5,7 +5,7 @@ Owns how the layers of Llama-, Mistral-, Qwen2- and Qwen3-like models are comput
 own weights, activation and rotary tables. Does not know about requests, sampling or scheduling.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -46,16 +46,17 @@ class Projection:
     where the number of operations matters, other weights are copied into one matrix."""
 
     def __init__(self, *linears: nn.Linear) -> None:
-        self._parts: list[tuple[Tensor, Tensor | None]] = [
-            (linear.weight, linear.bias) for linear in linears
-        ]
+        weights = [linear.weight for linear in linears]
+        biases = [linear.bias for linear in linears]
+        self._parts: list[tuple[Tensor, Tensor | None]]
         """Weight and bias of each matrix product."""
-        may_copy = not linears[0].weight.is_cuda
-        has_bias = linears[0].bias is not None
-        weight = _joined([linear.weight for linear in linears], or_copy=may_copy)
+        self._parts = list(zip(weights, biases, strict=True))
+        may_copy = not weights[0].is_cuda
+        has_bias = biases[0] is not None
+        weight = _joined(weights, or_copy=may_copy)
         bias = None
         if has_bias:
-            bias = _joined([linear.bias for linear in linears], or_copy=may_copy)
+            bias = _joined(biases, or_copy=may_copy)
         bias_is_joined = bias is not None or not has_bias
         if weight is not None and bias_is_joined:
             self._parts = [(weight, bias)]
@@ -85,11 +86,17 @@ class Layer:
         attention = layer.self_attn
         mlp = layer.mlp
         self.input_norm = Norm(layer.input_layernorm)
-        self.qkv = Projection(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = Projection(
+            attention.q_proj,
+            attention.k_proj,
+            attention.v_proj,
+        )
         self.head_norms: tuple[Norm, Norm] | None = None
         """Norms of queries and keys; only Qwen3 has them."""
         if hasattr(attention, "q_norm"):
-            self.head_norms = (Norm(attention.q_norm), Norm(attention.k_norm))
+            q_norm = Norm(attention.q_norm)
+            k_norm = Norm(attention.k_norm)
+            self.head_norms = (q_norm, k_norm)
         self.out = Projection(attention.o_proj)
         self.mlp_norm = Norm(layer.post_attention_layernorm)
         self.gate_up = Projection(mlp.gate_proj, mlp.up_proj)
@@ -104,7 +111,12 @@ class Decoder:
     kernels of `rollout.kernels`.
     """
 
-    def __init__(self, model: HfModule, parallel: TensorParallel, num_positions: int) -> None:
+    def __init__(
+        self,
+        model: HfModule,
+        parallel: TensorParallel,
+        num_positions: int,
+    ) -> None:
         trunk = model.model
         attention = trunk.layers[0].self_attn
         self.num_positions = num_positions
@@ -112,6 +124,8 @@ class Decoder:
         self._embedding: Tensor = trunk.embed_tokens.weight
         self.device = self._embedding.device
         self._by_kernels = self._embedding.is_cuda
+        self.skips_unused_rows: bool = self._by_kernels
+        """Whether `decode` accepts rows at position -1, which are not used."""
         if self._by_kernels:
             from rolepool.rollout import kernels  # here, because it needs Triton
 
@@ -124,14 +138,16 @@ class Decoder:
         # Counted in the weights, because a tensor-parallel rank holds only some of the model's
         # heads.
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self._heads = [len(linear.weight) // self._head_dim for linear in projections]
+        self._heads: list[int] = []
         """The numbers of heads of queries, keys and values."""
+        for linear in projections:
+            num_outputs = len(linear.weight)
+            self._heads.append(num_outputs // self._head_dim)
         self._num_heads = self._heads[0]
         self._num_kv_heads = self._heads[1]
         self._group_size = self._num_heads // self._num_kv_heads
-        self._windows = [
-            _window_of_layer(model.config, index) for index in range(len(trunk.layers))
-        ]
+        indices = range(len(trunk.layers))
+        self._windows = [_window_of_layer(model.config, index) for index in indices]
 
         self.layers = [Layer(layer) for layer in trunk.layers]
         self._norm = Norm(trunk.norm)
@@ -141,11 +157,13 @@ class Decoder:
 
         positions = torch.arange(num_positions, device=self.device)
         cos, sin = trunk.rotary_emb(self._embedding, positions[None])
-        half = self._head_dim // 2
         # Tables of (positions, head_dim). Half of the sines are negated, so that rotating is a roll
         # of the axis.
+        half = self._head_dim // 2
+        lower_sin = sin[0, :, :half]
+        upper_sin = sin[0, :, half:]
         self._cos = cos[0]
-        self._signed_sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+        self._signed_sin = torch.cat((-lower_sin, upper_sin), dim=-1)
 
     def locate(self, cache: SlotCache) -> None:
         """Tell the kernels where the cache is, in a tensor that keeps its address."""
@@ -155,7 +173,12 @@ class Decoder:
         else:
             self._place.copy_(place)
 
-    def prefill(self, cache: SlotCache, tokens_t: Tensor, pieces: list[Piece]) -> Tensor:
+    def prefill(
+        self,
+        cache: SlotCache,
+        tokens_t: Tensor,
+        pieces: list[Piece],
+    ) -> Tensor:
         """Run the packed tokens of `pieces`; the final state (pieces, hidden) of each piece's last
         token."""
         slots, starts, counts = torch.tensor(pieces).T
@@ -163,8 +186,9 @@ class Decoder:
         # The position of a token is its number among the packed tokens, counted from the first
         # token of its piece, plus the position at which the piece starts.
         first_numbers = ends - counts
+        shifts = starts - first_numbers
         positions = torch.arange(len(tokens_t))
-        positions += (starts - first_numbers).repeat_interleave(counts)
+        positions += shifts.repeat_interleave(counts)
         slots_of_tokens = slots.repeat_interleave(counts)
         positions_t = on_device(positions, tokens_t.device)
         slots_t = on_device(slots_of_tokens, tokens_t.device)
@@ -174,22 +198,34 @@ class Decoder:
             attention = self._flash_attention(counts)
         else:
             attention = self._prefill_attention(cache, pieces)
-        return self._run(cache, tokens_t, positions_t, slots_t, attention)[last]
+        states_te = self._run(cache, tokens_t, positions_t, slots_t, attention)
+        return states_te[last]
 
     def _has_flash(self, cache: SlotCache) -> bool:
         """Whether flash attention computes heads of this size and dtype."""
         head_dim = cache.shape.head_dim
+        has_16_bits = cache.shape.dtype.itemsize == 2
         fits = head_dim % 8 == 0 and head_dim <= _MAX_FLASH_HEAD_DIM
-        return self._by_kernels and cache.shape.dtype.itemsize == 2 and fits
+        return self._by_kernels and has_16_bits and fits
 
     def decode(
-        self, cache: SlotCache, tokens_b: Tensor, positions_b: Tensor, slots_b: Tensor, length: int
+        self,
+        cache: SlotCache,
+        tokens_b: Tensor,
+        positions_b: Tensor,
+        slots_b: Tensor,
+        length: int,
     ) -> Tensor:
         """Run one token of each row; the final states (rows, hidden). With kernels a row may use
         any slot, and none at position -1. Otherwise row i uses slot i, and all positions are less
         than `length`."""
 
-        def attend(index: int, queries_bhd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
+        def attend(
+            index: int,
+            queries_bhd: Tensor,
+            _keys: Tensor,
+            _values: Tensor,
+        ) -> Tensor:
             where = (positions_b, slots_b, self._place, index)
             attended_te: Tensor = self._kernels.attend(
                 queries_bhd,
@@ -218,8 +254,10 @@ class Decoder:
         store = self._storing(cache, positions_t, slots_t)
         x_te = F.embedding(tokens_t, self._embedding)
         normed_te = self.layers[0].input_norm(x_te)
-        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self._norm]
-        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+        next_norms = [layer.input_norm for layer in self.layers[1:]]
+        next_norms.append(self._norm)
+        layers = zip(self.layers, next_norms, strict=True)
+        for index, (layer, next_norm) in enumerate(layers):
             qkv_thd = layer.qkv(normed_te).unflatten(1, (-1, self._head_dim))
             if layer.head_norms is not None:
                 q_norm, k_norm = layer.head_norms
@@ -235,10 +273,20 @@ class Decoder:
             x_te, normed_te = self._add_norm(x_te, delta_te, next_norm)
         return normed_te
 
-    def _add_norm(self, x_te: Tensor, delta_te: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def _add_norm(
+        self,
+        x_te: Tensor,
+        delta_te: Tensor,
+        norm: Norm,
+    ) -> tuple[Tensor, Tensor]:
         """The sum, and its norm. The kernel adds in place."""
         if self._by_kernels:
-            normed_te = self._kernels.add_norm(x_te, delta_te, norm.weight, norm.eps)
+            normed_te = self._kernels.add_norm(
+                x_te,
+                delta_te,
+                norm.weight,
+                norm.eps,
+            )
             return x_te, normed_te
         x_te = x_te + delta_te
         return x_te, norm(x_te)
@@ -251,13 +299,22 @@ class Decoder:
         gated_te: Tensor = self._activation(gates_te) * up_te
         return gated_te
 
-    def _storing(self, cache: SlotCache, positions_t: Tensor, slots_t: Tensor) -> Store:
+    def _storing(
+        self,
+        cache: SlotCache,
+        positions_t: Tensor,
+        slots_t: Tensor,
+    ) -> Store:
         """The function that rotates and stores the tokens at these positions of these slots."""
 
         def store_by_kernel(index: int, qkv_thd: Tensor) -> tuple[Tensor, ...]:
             where = (positions_t, slots_t, self._place, index)
             self._kernels.rotate_and_store(
-                qkv_thd, self._num_heads, self._cos, self._signed_sin, where
+                qkv_thd,
+                self._num_heads,
+                self._cos,
+                self._signed_sin,
+                where,
             )
             return tuple(qkv_thd.split(self._heads, dim=1))
 
@@ -267,15 +324,19 @@ class Decoder:
         cos_t1d = self._cos[positions_t][:, None]
         sin_t1d = self._signed_sin[positions_t][:, None]
         places = cache.places(slots_t, positions_t)
+        half = self._head_dim // 2
+        first_key = self._num_heads
+        first_value = self._num_heads + self._num_kv_heads
 
         def store(index: int, qkv_thd: Tensor) -> tuple[Tensor, ...]:
             # Queries and keys are rotated together, which takes half as many operations.
-            qk_thd = qkv_thd[:, : -self._num_kv_heads]
-            values_thd = qkv_thd[:, -self._num_kv_heads :]
-            rolled_thd = qk_thd.roll(self._head_dim // 2, dims=-1)
-            rotated_thd = torch.addcmul(qk_thd * cos_t1d, rolled_thd, sin_t1d)
-            queries_thd = rotated_thd[:, : self._num_heads]
-            keys_thd = rotated_thd[:, self._num_heads :]
+            qk_thd = qkv_thd[:, :first_value]
+            values_thd = qkv_thd[:, first_value:]
+            rolled_thd = qk_thd.roll(half, dims=-1)
+            scaled_thd = qk_thd * cos_t1d
+            rotated_thd = torch.addcmul(scaled_thd, rolled_thd, sin_t1d)
+            queries_thd = rotated_thd[:, :first_key]
+            keys_thd = rotated_thd[:, first_key:]
             cache.write(index, places, keys_thd, values_thd)
             return queries_thd, keys_thd, values_thd
 
@@ -283,13 +344,21 @@ class Decoder:
 
     def _flash_attention(self, counts: Tensor) -> Attention:
         """Whole prompts of `counts` tokens, packed, without padding or repeated keys."""
-        ends_n = on_device(F.pad(counts.cumsum(0), (1, 0)).int(), self.device)
+        ends = F.pad(counts.cumsum(0), (1, 0))
+        ends_n = on_device(ends.int(), self.device)
         longest = int(counts.max())
 
-        def attend(index: int, queries_thd: Tensor, keys_thd: Tensor, values_thd: Tensor) -> Tensor:
-            window = {}
-            if self._windows[index] < longest:
-                window = {"window_size_left": self._windows[index] - 1, "window_size_right": 0}
+        def attend(
+            index: int,
+            queries_thd: Tensor,
+            keys_thd: Tensor,
+            values_thd: Tensor,
+        ) -> Tensor:
+            window = self._windows[index]
+            window_sizes = {}
+            if window < longest:
+                window_sizes["window_size_left"] = window - 1
+                window_sizes["window_size_right"] = 0
             # The operator itself, because its public function accepts grouped queries only in some
             # versions of torch.
             outputs_thd: Tensor = torch.ops.aten._flash_attention_forward(
@@ -304,13 +373,18 @@ class Decoder:
                 is_causal=True,
                 return_debug_mask=False,
                 scale=self._scale,
-                **window,
+                **window_sizes,
             )[0]
             return outputs_thd.flatten(1)
 
         return attend
 
-    def _decode_attention(self, cache: SlotCache, positions_b: Tensor, length: int) -> Attention:
+    def _decode_attention(
+        self,
+        cache: SlotCache,
+        positions_b: Tensor,
+        length: int,
+    ) -> Attention:
         """Queries of a group use the axis of positions, so that keys are read once and not
         repeated."""
         num_rows = len(positions_b)
@@ -318,14 +392,24 @@ class Decoder:
         masks = {}
         for window in set(self._windows):
             mask_bl = _mask(positions_b, length, window, self._cos.dtype)
-            masks[window] = mask_bl[:, None, None].repeat(1, 1, self._group_size, 1)
+            mask_b11l = mask_bl[:, None, None]
+            masks[window] = mask_b11l.repeat(1, 1, self._group_size, 1)
 
-        def attend(index: int, queries_bhd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
+        def attend(
+            index: int,
+            queries_bhd: Tensor,
+            _keys: Tensor,
+            _values: Tensor,
+        ) -> Tensor:
             queries_bhgd = queries_bhd.unflatten(1, (-1, self._group_size))
             keys_bhld, values_bhld = cache.read(index, slots, length)
             mask = masks[self._windows[index]]
             outputs_bhgd = F.scaled_dot_product_attention(
-                queries_bhgd, keys_bhld, values_bhld, mask, scale=self._scale
+                queries_bhgd,
+                keys_bhld,
+                values_bhld,
+                mask,
+                scale=self._scale,
             )
             return outputs_bhgd.reshape(num_rows, -1)
 
@@ -335,7 +419,9 @@ class Decoder:
         """Adjacent pieces with the same start and length are computed in one call, without
         padding."""
         groups = _group_alike(pieces)
-        sizes = [len(group) * group[0].num_tokens for group in groups]
+        sizes = []
+        for group in groups:
+            sizes.append(len(group) * group[0].num_tokens)
         masks: dict[tuple[Piece, int], Tensor | None] = {}
         """By the first piece of a group and the window. Without a mask attention is causal."""
         for first, *_ in groups:
@@ -346,13 +432,22 @@ class Decoder:
                 if first.start > 0 or window < end:
                     masks[first, window] = _mask(positions_t, end, window, self._cos.dtype)
 
-        def attend(index: int, queries_thd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
+        def attend(
+            index: int,
+            queries_thd: Tensor,
+            _keys: Tensor,
+            _values: Tensor,
+        ) -> Tensor:
             outputs = []
-            for group, queries in zip(groups, queries_thd.split(sizes), strict=True):
+            window = self._windows[index]
+            queries_of_groups = queries_thd.split(sizes)
+            for group, queries in zip(groups, queries_of_groups, strict=True):
                 first = group[0]
-                mask = masks[first, self._windows[index]]
-                slots = slice(first.slot, first.slot + len(group))
-                queries_nhtd = queries.unflatten(0, (len(group), -1)).transpose(1, 2)
+                mask = masks[first, window]
+                num_prompts = len(group)
+                slots = slice(first.slot, first.slot + num_prompts)
+                queries_nthd = queries.unflatten(0, (num_prompts, -1))
+                queries_nhtd = queries_nthd.transpose(1, 2)
                 end = first.start + first.num_tokens
                 keys_nhld, values_nhld = cache.read(index, slots, end)
                 outputs_nhtd = F.scaled_dot_product_attention(
@@ -364,7 +459,8 @@ class Decoder:
                     scale=self._scale,
                     enable_gqa=self._group_size > 1,
                 )
-                outputs.append(outputs_nhtd.transpose(1, 2).flatten(2).flatten(0, 1))
+                outputs_nte = outputs_nhtd.transpose(1, 2).flatten(2)
+                outputs.append(outputs_nte.flatten(0, 1))
             return torch.cat(outputs)
 
         return attend
@@ -374,17 +470,21 @@ def _group_alike(pieces: list[Piece]) -> list[list[Piece]]:
     """Groups of adjacent pieces in adjacent slots that have the same start and length."""
     groups: list[list[Piece]] = []
     for piece in pieces:
-        last = groups[-1][-1] if groups else None
-        if last is not None and piece == last._replace(slot=last.slot + 1):
-            groups[-1].append(piece)
-        else:
-            groups.append([piece])
+        if groups:
+            last_group = groups[-1]
+            last = last_group[-1]
+            next_alike = last._replace(slot=last.slot + 1)
+            if piece == next_alike:
+                last_group.append(piece)
+                continue
+        groups.append([piece])
     return groups
 
 
 def refuse_unknown(model: HfModule) -> None:
     """Raise an error unless `Decoder` can run this kind of model, with plain linear layers."""
-    if (reason := why_not_run("native", model.config.to_dict())) is not None:
+    reason = why_not_run("native", model.config.to_dict())
+    if reason is not None:
         raise ConfigError(
             f"actor_rollout_ref.model.path={model.config.name_or_path}: {reason}; "
             "choose such a model"
@@ -404,10 +504,11 @@ def refuse_unknown(model: HfModule) -> None:
 def cache_shape(model: HfModule) -> CacheShape:
     """The shape of the cache for the model as it is now. A tensor-parallel rank holds only some of
     the heads."""
-    attention = model.model.layers[0].self_attn
+    layers = model.model.layers
+    attention = layers[0].self_attn
     embedding = model.model.embed_tokens.weight
     return CacheShape(
-        num_layers=len(model.model.layers),
+        num_layers=len(layers),
         num_heads=len(attention.k_proj.weight) // attention.head_dim,
         head_dim=attention.head_dim,
         dtype=embedding.dtype,
@@ -426,7 +527,12 @@ def _window_of_layer(config: HfConfig, index: int) -> int:
     return config.sliding_window or UNLIMITED
 
 
-def _mask(positions_t: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
+def _mask(
+    positions_t: Tensor,
+    length: int,
+    window: int,
+    dtype: torch.dtype,
+) -> Tensor:
     """The mask (positions, length) to add to scores: -inf for tokens that the token at a position
     does not attend to, of the first `length` tokens."""
     seen_l = torch.arange(length, device=positions_t.device)
@@ -434,7 +540,8 @@ def _mask(positions_t: Tensor, length: int, window: int, dtype: torch.dtype) -> 
     is_hidden_tl = seen_l > own_t1
     if window < length:
         is_hidden_tl |= seen_l <= own_t1 - window
-    return torch.zeros_like(is_hidden_tl, dtype=dtype).masked_fill_(is_hidden_tl, -torch.inf)
+    zeros_tl = torch.zeros_like(is_hidden_tl, dtype=dtype)
+    return zeros_tl.masked_fill_(is_hidden_tl, -torch.inf)
 
 
 @torch.no_grad()
@@ -444,10 +551,9 @@ def join_weights(model: HfModule) -> None:
     for layer in model.model.layers:
         attention = layer.self_attn
         mlp = layer.mlp
-        for linears in (
-            (attention.q_proj, attention.k_proj, attention.v_proj),
-            (mlp.gate_proj, mlp.up_proj),
-        ):
+        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+        gate_up = (mlp.gate_proj, mlp.up_proj)
+        for linears in (qkv, gate_up):
             _store_together([linear.weight for linear in linears])
             if linears[0].bias is not None:
                 _store_together([linear.bias for linear in linears])
@@ -458,22 +564,31 @@ def _store_together(parameters: list[Tensor]) -> None:
     if _joined(parameters) is not None:
         return
     joint = torch.cat([parameter.data for parameter in parameters])
-    views = joint.split([len(parameter) for parameter in parameters])
+    lengths = [len(parameter) for parameter in parameters]
+    views = joint.split(lengths)
     for parameter, view in zip(parameters, views, strict=True):
         parameter.data = view
 
 
-def _joined(parts: list[Tensor], *, or_copy: bool = False) -> Tensor | None:
+def _joined(parts: Sequence[Tensor], *, or_copy: bool = False) -> Tensor | None:
     """One tensor over parts that follow each other in one storage; otherwise a copy, or None."""
-    storages = {part.untyped_storage().data_ptr() for part in parts}
-    are_adjacent = all(
-        following.data_ptr() == part.data_ptr() + part.nbytes for part, following in pairwise(parts)
-    )
-    are_contiguous = all(part.is_contiguous() for part in parts)
-    if len(storages) == 1 and are_adjacent and are_contiguous:
+    if _are_one_block(parts):
         first = parts[0].detach()
-        shape = (sum(map(len, parts)), *first.shape[1:])
+        total_length = sum(map(len, parts))
+        shape = (total_length, *first.shape[1:])
         return first.as_strided(shape, first.stride())
     if or_copy:
-        return torch.cat(parts)
+        return torch.cat(list(parts))
     return None
+
+
+def _are_one_block(parts: Sequence[Tensor]) -> bool:
+    """Whether the parts follow each other in one storage, without gaps."""
+    storages = {part.untyped_storage().data_ptr() for part in parts}
+    if len(storages) != 1:
+        return False
+    for part, following in pairwise(parts):
+        end = part.data_ptr() + part.nbytes
+        if following.data_ptr() != end:
+            return False
+    return all(part.is_contiguous() for part in parts)

@@ -78,7 +78,9 @@ class Completion:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Completion):
             return False
-        return all(map(np.array_equal, vars(self).values(), vars(other).values()))
+        own_values = vars(self).values()
+        other_values = vars(other).values()
+        return all(map(np.array_equal, own_values, other_values))
 
 
 ABILITIES = {
@@ -120,14 +122,21 @@ class Engine(Protocol):
         """One completion per request, in the order of requests."""
 
     @contextmanager
-    def session(self, sampling: Sampling, num_requests: int, max_tokens: int) -> Iterator[Session]:
+    def session(
+        self,
+        sampling: Sampling,
+        num_requests: int,
+        max_tokens: int,
+    ) -> Iterator[Session]:
         """A session of at most `num_requests` requests at a time, each of at most `max_tokens`
         tokens with its prompt. This one generates all requests that wait as one batch; an engine
         can do better."""
         yield _BatchSession(self, sampling)
 
     def update_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        version: int | None,
     ) -> Receipt | None:
         """Copy new weights in place: whole tensors under their Hugging Face names, as a stream.
 
@@ -194,7 +203,9 @@ class StreamedEngine(Engine):
             raise RolepoolError(f"{problem}: update the weights before generating")
 
     def update_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        version: int | None,
     ) -> Receipt | None:
         if self.shared_weights:
             if version is None:

@@ -89,7 +89,8 @@ class Trajectory:
         if self.reward is None or not self.turn_ends:
             return [0.0] * self.num_turns
         if isinstance(self.reward, int | float):
-            return [0.0] * (self.num_turns - 1) + [float(self.reward)]
+            of_earlier_turns = [0.0] * (self.num_turns - 1)
+            return [*of_earlier_turns, float(self.reward)]
         if len(self.reward) != self.num_turns:
             raise ValueError(
                 f"the reward has {len(self.reward)} numbers for {self.num_turns} turns"
@@ -127,28 +128,44 @@ class Generate:
         return had_all_turns or had_all_answers or not self.has_room(trajectory)
 
     async def __call__(
-        self, trajectory: Trajectory, max_new_tokens: int | None = None
+        self,
+        trajectory: Trajectory,
+        max_new_tokens: int | None = None,
     ) -> Completion:
         """Sample the next turn and add it to the trajectory. If it has no room, the turn has no
         tokens."""
         if not self.has_room(trajectory):
-            return Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "length", -1)
+            return Completion(
+                token_ids=np.zeros(0, np.int64),
+                log_probs=np.zeros(0, np.float32),
+                finish_reason="length",
+                weights_version=-1,
+            )
         turn = trajectory.num_turns
+        # The first turn has the seed of a response without an environment.
+        seed = self.seed
+        if turn > 0:
+            seed = derive_seed("turn", self.seed, turn)
         room = self.max_response_length - len(trajectory.token_ids)
         request = Request(
             token_ids=[*trajectory.prompt_ids, *trajectory.token_ids],
-            # The first turn has the seed of a response without an environment.
-            seed=self.seed if turn == 0 else derive_seed("turn", self.seed, turn),
+            seed=seed,
             max_new_tokens=min(room, max_new_tokens or room),
             conversation=self.conversation,
         )
         completion = await self.queue.generate(request)
-        trajectory.add(completion.token_ids.tolist(), completion.log_probs.tolist())
+        trajectory.add(
+            completion.token_ids.tolist(),
+            completion.log_probs.tolist(),
+        )
         trajectory.weights_version = completion.weights_version
         return completion
 
     async def run(
-        self, trajectory: Trajectory, function: Callable[..., object], *arguments: object
+        self,
+        trajectory: Trajectory,
+        function: Callable[..., object],
+        *arguments: object,
     ) -> Outcome:
         """Call a function of a module in a process of its own, within the limits of the section
         `environment`. An error is returned, not raised, and counted."""

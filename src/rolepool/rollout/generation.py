@@ -98,16 +98,21 @@ class Generation:
         check_requests: Callable[[Sequence[Request], Sampling], None],
     ) -> None:
         self._engine = engine
-        self._cache, self._decoder, self._batch, self._graphs, self._parallel = machinery
+        self._cache = machinery.cache
+        self._decoder = machinery.decoder
+        self._batch = machinery.batch
+        self._graphs = machinery.graphs
+        self._parallel = machinery.parallel
         self._sampling = sampling
         self._schedule = schedule
         self._check_requests = check_requests
-        self._on_gpu = self._cache.shape.device.type == "cuda"
         # The cache may have fewer slots than asked for, if memory is short, or more, if it is that
         # of an earlier call.
-        self._num_slots = min(self._cache.num_slots, schedule.num_slots)
-        end = min(self._cache.num_slots, schedule.num_slots + schedule.num_kept)
-        self._conversations = ConversationCache(self._cache, range(self._num_slots, end))
+        num_in_cache = self._cache.num_slots
+        self._num_slots = min(num_in_cache, schedule.num_slots)
+        end_of_kept = min(num_in_cache, schedule.num_slots + schedule.num_kept)
+        slots_of_kept = range(self._num_slots, end_of_kept)
+        self._conversations = ConversationCache(self._cache, slots_of_kept)
         self._entries: dict[int, _Entry] = {}
         """The requests that have not ended, by number."""
         self._waiting: deque[int] = deque()
@@ -118,9 +123,10 @@ class Generation:
 
     def submit(self, requests: Sequence[Request]) -> Sequence[int]:
         self._check_requests(requests, self._sampling)
-        longest = max(
-            len(request.token_ids) + request.num_new(self._sampling) for request in requests
-        )
+        longest = 0
+        for request in requests:
+            num_tokens = len(request.token_ids) + request.num_new(self._sampling)
+            longest = max(longest, num_tokens)
         if longest > self._schedule.length:
             raise DataError(
                 f"a request for {longest} tokens does not fit into a session for "
@@ -132,12 +138,17 @@ class Generation:
         """The same for requests that were checked; `sampling` has their limit."""
         first = self._num_submitted
         numbers = range(first, first + len(requests))
-        streams = seed_streams([request.seed for request in requests]).tolist()
+        seeds = [request.seed for request in requests]
+        streams = seed_streams(seeds).tolist()
         for number, request, stream in zip(numbers, requests, streams, strict=True):
             # An array, which becomes a tensor without a copy of single numbers.
             prompt = np.asarray(request.token_ids, dtype=np.int64)
-            num_new = request.num_new(sampling)
-            self._entries[number] = _Entry(prompt, request.conversation, num_new, stream)
+            self._entries[number] = _Entry(
+                prompt=prompt,
+                conversation=request.conversation,
+                num_new=request.num_new(sampling),
+                stream=stream,
+            )
         self._waiting.extend(numbers)
         self._num_submitted += len(requests)
         return numbers
@@ -154,10 +165,12 @@ class Generation:
         else:
             self._decode()
         completions = []
-        for number, tokens, log_probs in self._batch.pop_finished(self._cache, self._keep):
+        stops = self._batch.stop_token_ids
+        finished = self._batch.pop_finished(self._cache, self._keep)
+        for number, tokens, log_probs in finished:
             del self._entries[number]
-            stops = self._batch.stop_token_ids
-            completions.append((number, self._engine.completion(tokens, log_probs, stops)))
+            completion = self._engine.completion(tokens, log_probs, stops)
+            completions.append((number, completion))
         return completions
 
     def _can_admit(self) -> bool:
@@ -169,7 +182,8 @@ class Generation:
             return True
         # A prefill takes about as long as a decode step, so it should add enough requests.
         num_free = self._num_slots - num_running
-        num_wanted = min(num_waiting, max(1, self._num_slots // _REFILL_FRACTION))
+        part_of_slots = max(1, self._num_slots // _REFILL_FRACTION)
+        num_wanted = min(num_waiting, part_of_slots)
         are_many = num_waiting * _REFILL_FRACTION >= num_running
         waited_long = self._num_steps >= self._schedule.patience_steps
         return num_free >= num_wanted and (are_many or waited_long)
@@ -179,16 +193,23 @@ class Generation:
     def _next_prefills(self) -> list[_Prefill]:
         """The prompts of the waiting requests that free slots take now."""
         num_free = self._num_slots - self._batch.num_running
-        numbers_of: dict[bytes, list[int]] = {}  # by the tokens of the prompt
-        for _ in range(min(len(self._waiting), num_free)):
+        num_next = min(len(self._waiting), num_free)
+        numbers_of: dict[bytes, list[int]] = {}
+        """By the tokens of the prompt."""
+        for _ in range(num_next):
             number = self._waiting.popleft()
-            prompt = self._entries[number].prompt
-            numbers_of.setdefault(prompt.tobytes(), []).append(number)
+            tokens = self._entries[number].prompt.tobytes()
+            numbers_of.setdefault(tokens, []).append(number)
         prefills: list[_Prefill] = []
         for numbers in numbers_of.values():
             first = self._entries[numbers[0]]
             start = self._conversations.num_kept(first.conversation, first.prompt)
-            prefills.append(_Prefill(start, first.prompt, numbers))
+            prefill = _Prefill(
+                start=start,
+                prompt=first.prompt,
+                numbers=numbers,
+            )
+            prefills.append(prefill)
 
         def order(prefill: _Prefill) -> tuple[int, int]:
             # Prompts that continue after the same number of tokens are neighbours, because they are
@@ -208,9 +229,9 @@ class Generation:
         numbers = [prefill.numbers[0] for prefill in prefills]
         prompt_of_row = list(range(len(prefills)))
         for index, prefill in enumerate(prefills):
-            for number in prefill.numbers[1:]:
-                numbers.append(number)
-                prompt_of_row.append(index)
+            others = prefill.numbers[1:]
+            numbers.extend(others)
+            prompt_of_row.extend([index] * len(others))
         entries = [self._entries[number] for number in numbers]
         lengths = [len(entry.prompt) for entry in entries]
         slots = self._batch.enter(
@@ -225,24 +246,36 @@ class Generation:
         micro_batches = _split_prompts(prefills, self._schedule.max_num_batched_tokens)
         final = torch.cat([self._prefill(prefills, pieces, slots) for pieces in micro_batches])
         for row in range(len(prefills), len(numbers)):
-            self._cache.copy(slots[prompt_of_row[row]], slots[row], lengths[row])
+            source = slots[prompt_of_row[row]]
+            self._cache.copy(source, slots[row], lengths[row])
+        prompts = on_device(torch.tensor(prompt_of_row), final.device)
         rows = slice(first_row, first_row + len(numbers))
-        self._sample(rows, final[on_device(torch.tensor(prompt_of_row), final.device)])
+        self._sample(rows, final[prompts])
 
     def _prefill(
-        self, prefills: Sequence[_Prefill], pieces: list[Piece], slots: Sequence[int]
+        self,
+        prefills: Sequence[_Prefill],
+        pieces: list[Piece],
+        slots: Sequence[int],
     ) -> Tensor:
         """Run pieces of prompts; the final states of prompts that end in this micro-batch."""
         parts: list[TokenIds] = []
-        for index, start, count in pieces:
-            parts.append(prefills[index].prompt[start : start + count])
-        tokens_t = on_device(torch.from_numpy(np.concatenate(parts)), self._decoder.device)
-        placed = [piece._replace(slot=slots[piece.slot]) for piece in pieces]
+        placed: list[Piece] = []
+        for piece in pieces:
+            index, start, count = piece
+            prompt = prefills[index].prompt
+            parts.append(prompt[start : start + count])
+            placed.append(piece._replace(slot=slots[index]))
+        tokens = torch.from_numpy(np.concatenate(parts))
+        tokens_t = on_device(tokens, self._decoder.device)
         final = self._decoder.prefill(self._cache, tokens_t, placed)
         # Only the last piece of a micro-batch may end before its prompt does.
         last = pieces[-1]
-        ends_early = last.start + last.num_tokens < len(prefills[last.slot].prompt)
-        return final[:-1] if ends_early else final
+        end = last.start + last.num_tokens
+        last_prompt = prefills[last.slot].prompt
+        if end < len(last_prompt):
+            return final[:-1]
+        return final
 
     # Decoding
 
@@ -259,7 +292,7 @@ class Generation:
         """Run the newest token of every row, and sample the next one."""
         batch = self._batch
         num_rows = batch.num_running
-        if self._on_gpu:
+        if self._decoder.skips_unused_rows:
             # At most the slots of this generation, and not the rows of the batch, which may be that
             # of a larger call: the size decides how a GPU rounds, and a run that was resumed must
             # compute the same as one that was not.
@@ -280,7 +313,13 @@ class Generation:
             decode()
         else:
             how = self._sampling
-            key = (num_rows, how.is_greedy, how.temperature, how.top_k, how.top_p)
+            key = (
+                num_rows,
+                how.is_greedy,
+                how.temperature,
+                how.top_k,
+                how.top_p,
+            )
             self._graphs.run(key, decode)
         batch.tick()
         self._num_steps += 1
@@ -296,7 +335,12 @@ class Generation:
         tokens = self._parallel.first(tokens)
         self._batch.record(rows, tokens, log_probs)
 
-    def _keep(self, number: int, slot: int, tokens: npt.NDArray[np.int64]) -> None:
+    def _keep(
+        self,
+        number: int,
+        slot: int,
+        tokens: npt.NDArray[np.int64],
+    ) -> None:
         """Keep what was computed for the conversation of a request that has ended: all tokens
         except the last, which was sampled and not run."""
         entry = self._entries[number]
@@ -315,7 +359,8 @@ def _split_prompts(prefills: Sequence[_Prefill], max_num_tokens: int) -> Iterato
         start = prefill.start
         while start < len(prefill.prompt):
             num_left = len(prefill.prompt) - start
-            is_undivided = start == prefill.start and num_left <= max_num_tokens
+            is_whole = start == prefill.start
+            is_undivided = is_whole and num_left <= max_num_tokens
             fits_into_next = len(pieces) > 0 and is_undivided and num_left > room
             if room == 0 or fits_into_next:
                 yield pieces

@@ -53,13 +53,17 @@ def _rotate_and_store(
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token)
-    keys = tl.multiple_of(tl.load(place_ptr).to(qkv_ptr.dtype), 16)
-    values = tl.multiple_of(tl.load(place_ptr + 1).to(qkv_ptr.dtype), 16)
+    # Addresses are multiples of 16 bytes.
+    keys = tl.load(place_ptr).to(qkv_ptr.dtype)
+    keys = tl.multiple_of(keys, 16)
+    values = tl.load(place_ptr + 1).to(qkv_ptr.dtype)
+    values = tl.multiple_of(values, 16)
     num_slots = tl.load(place_ptr + 2)
     length = tl.load(place_ptr + 3)
     first_line = (layer * num_slots + slot) * NUM_KV_HEADS * length + position
     row = qkv_ptr + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
 
+    # Queries and keys: the lower half of a head is rotated with its upper half.
     d = tl.arange(0, HALF_PAD)[None, :]
     angle = tl.maximum(position, 0) * HEAD_DIM + HALF + d
     cos = tl.load(cos_ptr + angle, mask=d < HALF).to(tl.float32)
@@ -67,36 +71,54 @@ def _rotate_and_store(
     h = tl.arange(0, HEADS_PAD)[:, None]
     is_turned = (h < NUM_HEADS + NUM_KV_HEADS) & (d < HALF)
     lower_ptr = row + h * HEAD_DIM + d
+    upper_ptr = lower_ptr + HALF
     lower = tl.load(lower_ptr, mask=is_turned).to(tl.float32)
-    upper = tl.load(lower_ptr + HALF, mask=is_turned).to(tl.float32)
+    upper = tl.load(upper_ptr, mask=is_turned).to(tl.float32)
     turned_lower = lower * cos - upper * sin
     turned_upper = upper * cos + lower * sin
     tl.store(lower_ptr, turned_lower, mask=is_turned)
-    tl.store(lower_ptr + HALF, turned_upper, mask=is_turned)
-    is_key = is_turned & (h >= NUM_HEADS) & (position >= 0)
-    target = (first_line + (h - NUM_HEADS) * length) * HEAD_DIM + d
-    tl.store(keys + target, turned_lower, mask=is_key)
-    tl.store(keys + target + HALF, turned_upper, mask=is_key)
+    tl.store(upper_ptr, turned_upper, mask=is_turned)
 
+    is_used = position >= 0
+    is_key = is_turned & (h >= NUM_HEADS) & is_used
+    key_line = first_line + (h - NUM_HEADS) * length
+    key_ptr = keys + key_line * HEAD_DIM + d
+    tl.store(key_ptr, turned_lower, mask=is_key)
+    tl.store(key_ptr + HALF, turned_upper, mask=is_key)
+
+    # Values are stored as they are.
     h = tl.arange(0, KV_HEADS_PAD)[:, None]
     d = tl.arange(0, 2 * HALF_PAD)[None, :]
-    is_value = (h < NUM_KV_HEADS) & (d < HEAD_DIM) & (position >= 0)
-    value = tl.load(row + (NUM_HEADS + NUM_KV_HEADS + h) * HEAD_DIM + d, mask=is_value)
-    tl.store(values + (first_line + h * length) * HEAD_DIM + d, value, mask=is_value)
+    is_value = (h < NUM_KV_HEADS) & (d < HEAD_DIM) & is_used
+    source = (NUM_HEADS + NUM_KV_HEADS + h) * HEAD_DIM + d
+    value = tl.load(row + source, mask=is_value)
+    value_line = first_line + h * length
+    value_ptr = values + value_line * HEAD_DIM + d
+    tl.store(value_ptr, value, mask=is_value)
 
 
 def rotate_and_store(
-    qkv_thd: Tensor, num_heads: int, cos: Tensor, signed_sin: Tensor, where: Where
+    qkv_thd: Tensor,
+    num_heads: int,
+    cos: Tensor,
+    signed_sin: Tensor,
+    where: Where,
 ) -> None:
     """Rotate queries and keys by their positions, in place; store keys and values in the cache."""
     num_tokens, num_all, head_dim = qkv_thd.shape
     num_kv_heads = (num_all - num_heads) // 2
-    sizes = (num_heads, num_kv_heads, head_dim)
-    padded = [
-        triton.next_power_of_2(size)
-        for size in (num_heads + num_kv_heads, num_kv_heads, head_dim // 2)
-    ]
-    _rotate_and_store[(num_tokens,)](qkv_thd, cos, signed_sin, *where, *sizes, *padded)
+    _rotate_and_store[(num_tokens,)](
+        qkv_thd,
+        cos,
+        signed_sin,
+        *where,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HEADS_PAD=triton.next_power_of_2(num_heads + num_kv_heads),
+        KV_HEADS_PAD=triton.next_power_of_2(num_kv_heads),
+        HALF_PAD=triton.next_power_of_2(head_dim // 2),
+    )
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -123,50 +145,60 @@ def _attend(
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    # The tokens of this part. All parts but the last have whole blocks.
     end = tl.load(positions_ptr + row).to(tl.int32) + 1
     start = tl.maximum(end - window, 0)
-    share = tl.cdiv(tl.cdiv(end - start, SPLITS), BLOCK) * BLOCK
+    tokens_of_part = tl.cdiv(end - start, SPLITS)
+    share = tl.cdiv(tokens_of_part, BLOCK) * BLOCK
     start += split * share
     end = tl.minimum(start + share, end)
+
+    # Where the keys and values of this head begin in the cache.
     num_slots = tl.load(place_ptr + 2)
     length = tl.load(place_ptr + 3)
-    line = ((layer * num_slots + tl.load(slots_ptr + row)) * NUM_KV_HEADS + kv_head) * length
-    keys = tl.multiple_of(tl.load(place_ptr).to(queries_ptr.dtype), 16) + line * HEAD_DIM
-    values = tl.multiple_of(tl.load(place_ptr + 1).to(queries_ptr.dtype), 16) + line * HEAD_DIM
+    slot = tl.load(slots_ptr + row)
+    line = ((layer * num_slots + slot) * NUM_KV_HEADS + kv_head) * length
+    keys = tl.load(place_ptr).to(queries_ptr.dtype)
+    keys = tl.multiple_of(keys, 16) + line * HEAD_DIM
+    values = tl.load(place_ptr + 1).to(queries_ptr.dtype)
+    values = tl.multiple_of(values, 16) + line * HEAD_DIM
 
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, DIM_PAD)
-    is_query = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    is_number = (d < HEAD_DIM)[None, :]
+    is_query = (g < GROUP)[:, None] & is_number
     heads = kv_head * GROUP + g
-    query = tl.load(
-        queries_ptr + row * query_stride + heads[:, None] * HEAD_DIM + d[None, :],
-        mask=is_query,
-        other=0.0,
-    )
+    query_ptr = queries_ptr + row * query_stride + heads[:, None] * HEAD_DIM + d[None, :]
+    query = tl.load(query_ptr, mask=is_query, other=0.0)
     largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     output = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     for first in range(start, end, BLOCK):
         t = first + tl.arange(0, BLOCK)
-        is_seen = (t < end)[:, None] & (d < HEAD_DIM)[None, :]
-        key = tl.load(keys + t[:, None] * HEAD_DIM + d[None, :], mask=is_seen, other=0.0)
+        is_inside = t < end
+        is_seen = is_inside[:, None] & is_number
+        lines = t[:, None] * HEAD_DIM
+        key = tl.load(keys + lines + d[None, :], mask=is_seen, other=0.0)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        score = tl.where((t < end)[None, :], score, -float("inf"))
+        score = tl.where(is_inside[None, :], score, -float("inf"))
+        # What was added up so far is relative to the largest score so far.
         new_largest = tl.maximum(largest, tl.max(score, axis=1))
         shrink = tl.exp2(largest - new_largest)
         weight = tl.exp2(score - new_largest[:, None])
         total = total * shrink + tl.sum(weight, axis=1)
-        value = tl.load(values + t[:, None] * HEAD_DIM + d[None, :], mask=is_seen, other=0.0)
-        output = output * shrink[:, None] + tl.dot(
-            weight.to(value.dtype), value, input_precision="ieee"
-        )
+        value = tl.load(values + lines + d[None, :], mask=is_seen, other=0.0)
+        weight = weight.to(value.dtype)
+        output = output * shrink[:, None] + tl.dot(weight, value, input_precision="ieee")
         largest = new_largest
-    output = output / tl.where(total > 0, total, 1.0)[:, None]
-    place = ((row * NUM_KV_HEADS * GROUP + heads) * SPLITS + split)[:, None]
-    tl.store(outputs_ptr + place * HEAD_DIM + d[None, :], output, mask=is_query)
+    # No token is seen by a row that is not in use, or if there are more parts than blocks.
+    divisor = tl.where(total > 0, total, 1.0)
+    output = output / divisor[:, None]
+    place = (row * NUM_KV_HEADS * GROUP + heads) * SPLITS + split
+    output_ptr = outputs_ptr + place[:, None] * HEAD_DIM + d[None, :]
+    tl.store(output_ptr, output, mask=is_query)
     if SPLITS > 1:
-        place = (row * NUM_KV_HEADS * GROUP + heads) * SPLITS + split
-        tl.store(log_sums_ptr + place, largest + tl.log2(total), mask=g < GROUP)
+        log_sum = largest + tl.log2(total)
+        tl.store(log_sums_ptr + place, log_sum, mask=g < GROUP)
 
 
 @triton.jit
@@ -181,72 +213,107 @@ def _join_parts(
     head = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, DIM_PAD)
-    log_sum = tl.load(log_sums_ptr + head * SPLITS + s)
+    is_number = d < HEAD_DIM
+    place = head * SPLITS + s
+    log_sum = tl.load(log_sums_ptr + place)
     largest = tl.max(log_sum)
-    weight = tl.exp2(log_sum - tl.where(largest == -float("inf"), 0.0, largest))
-    part = tl.load(
-        parts_ptr + (head * SPLITS + s)[:, None] * HEAD_DIM + d[None, :],
-        mask=(d < HEAD_DIM)[None, :],
-        other=0.0,
-    )
+    base = tl.where(largest == -float("inf"), 0.0, largest)
+    weight = tl.exp2(log_sum - base)
+    part_ptr = parts_ptr + place[:, None] * HEAD_DIM + d[None, :]
+    part = tl.load(part_ptr, mask=is_number[None, :], other=0.0)
     total = tl.sum(weight)
-    output = tl.sum(part * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-    tl.store(outputs_ptr + head * HEAD_DIM + d, output, mask=d < HEAD_DIM)
+    divisor = tl.where(total > 0, total, 1.0)
+    output = tl.sum(part * weight[:, None], axis=0) / divisor
+    tl.store(outputs_ptr + head * HEAD_DIM + d, output, mask=is_number)
 
 
 def attend(
-    queries_bhd: Tensor, num_kv_heads: int, where: Where, window: int, scale: float
+    queries_bhd: Tensor,
+    num_kv_heads: int,
+    where: Where,
+    window: int,
+    scale: float,
 ) -> Tensor:
     """Attention of one token per row to the last `window` tokens of its slot, up to its own
     position: (rows, heads * head_dim)."""
     num_rows, num_heads, head_dim = queries_bhd.shape
     wanted = _NUM_PROGRAMS / (num_rows * num_kv_heads)
     num_splits = next((splits for splits in _SPLITS if splits >= wanted), _SPLITS[-1])
+    device = queries_bhd.device
     outputs = torch.empty(
-        num_rows, num_heads * head_dim, dtype=queries_bhd.dtype, device=queries_bhd.device
+        num_rows,
+        num_heads * head_dim,
+        dtype=queries_bhd.dtype,
+        device=device,
     )
+    # With one part its outputs are those of the row, and nobody reads the sums.
     parts = outputs
     log_sums = outputs
     if num_splits > 1:
-        parts = torch.empty(
-            num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=outputs.device
-        )
-        log_sums = torch.empty(
-            num_rows, num_heads, num_splits, dtype=torch.float32, device=outputs.device
-        )
+        parts_size = (num_rows, num_heads, num_splits)
+        parts = torch.empty(*parts_size, head_dim, dtype=torch.float32, device=device)
+        log_sums = torch.empty(parts_size, dtype=torch.float32, device=device)
     group_size = num_heads // num_kv_heads
-    group_pad, dim_pad = (max(16, triton.next_power_of_2(size)) for size in (group_size, head_dim))
-    block = 64 if queries_bhd.dtype.itemsize == 2 else 32
-    numbers = (window, scale * _LOG2_E, queries_bhd.stride(0))
-    sizes = (group_size, num_kv_heads, head_dim, group_pad, dim_pad, block, num_splits)
-    num_stages = 3 if dim_pad <= 64 else 2
-    launch = _attend[(num_rows, num_kv_heads, num_splits)]
-    launch(queries_bhd, parts, log_sums, *where, *numbers, *sizes, num_stages=num_stages)
+    dim_pad = _padded_for_product(head_dim)
+    _attend[(num_rows, num_kv_heads, num_splits)](
+        queries_bhd,
+        parts,
+        log_sums,
+        *where,
+        window,
+        scale * _LOG2_E,
+        queries_bhd.stride(0),
+        GROUP=group_size,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        GROUP_PAD=_padded_for_product(group_size),
+        DIM_PAD=dim_pad,
+        BLOCK=64 if queries_bhd.dtype.itemsize == 2 else 32,
+        SPLITS=num_splits,
+        num_stages=3 if dim_pad <= 64 else 2,
+    )
     if num_splits > 1:
         _join_parts[(num_rows * num_heads,)](
-            parts, log_sums, outputs, head_dim, dim_pad, num_splits, num_warps=2
+            parts,
+            log_sums,
+            outputs,
+            HEAD_DIM=head_dim,
+            DIM_PAD=dim_pad,
+            SPLITS=num_splits,
+            num_warps=2,
         )
     return outputs
 
 
+def _padded_for_product(size: int) -> int:
+    """A power of 2, at least 16, because matrix products of a GPU need that."""
+    return max(16, triton.next_power_of_2(size))
+
+
 @triton.jit
 def _add_norm(
-    x_ptr, delta_ptr, weight_ptr, normed_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    normed_ptr,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * SIZE
     e = tl.arange(0, BLOCK)
     inside = e < SIZE
-    x = tl.load(x_ptr + row + e, mask=inside, other=0.0).to(tl.float32)
+    sum_ptr = x_ptr + row + e
+    x = tl.load(sum_ptr, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(delta_ptr + row + e, mask=inside, other=0.0).to(tl.float32)
+    # The norm is that of the sum as it is stored, which is rounded.
     x = x.to(x_ptr.dtype.element_ty)
-    tl.store(x_ptr + row + e, x, mask=inside)
+    tl.store(sum_ptr, x, mask=inside)
     x = x.to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x) / SIZE + eps)
-    tl.store(
-        normed_ptr + row + e,
-        normed * tl.load(weight_ptr + e, mask=inside).to(tl.float32),
-        mask=inside,
-    )
+    mean_square = tl.sum(x * x) / SIZE
+    normed = x * tl.rsqrt(mean_square + eps)
+    weight = tl.load(weight_ptr + e, mask=inside).to(tl.float32)
+    tl.store(normed_ptr + row + e, normed * weight, mask=inside)
 
 
 def add_norm(x_te: Tensor, delta_te: Tensor, weight_e: Tensor, eps: float) -> Tensor:
@@ -256,26 +323,48 @@ def add_norm(x_te: Tensor, delta_te: Tensor, weight_e: Tensor, eps: float) -> Te
     block = triton.next_power_of_2(size)
     num_warps = min(16, max(1, block // 512))
     _add_norm[(num_tokens,)](
-        x_te, delta_te, weight_e, normed_te, eps, size, block, num_warps=num_warps
+        x_te,
+        delta_te,
+        weight_e,
+        normed_te,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=num_warps,
     )
     return normed_te
 
 
 @triton.jit
-def _silu_gate(gate_up_ptr, outputs_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_gate(
+    gate_up_ptr,
+    outputs_ptr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up_ptr + token * 2 * SIZE + e, mask=e < SIZE).to(tl.float32)
-    up = tl.load(gate_up_ptr + token * 2 * SIZE + SIZE + e, mask=e < SIZE).to(tl.float32)
-    tl.store(outputs_ptr + token * SIZE + e, gate * tl.sigmoid(gate) * up, mask=e < SIZE)
+    inside = e < SIZE
+    gate_ptr = gate_up_ptr + token * 2 * SIZE + e
+    gate = tl.load(gate_ptr, mask=inside).to(tl.float32)
+    up = tl.load(gate_ptr + SIZE, mask=inside).to(tl.float32)
+    output = gate * tl.sigmoid(gate) * up
+    tl.store(outputs_ptr + token * SIZE + e, output, mask=inside)
 
 
 def silu_gate(gate_up_te: Tensor) -> Tensor:
     """SiLU of the first half of features, times the second half."""
     num_tokens = gate_up_te.shape[0]
     size = gate_up_te.shape[1] // 2
-    outputs_te = torch.empty(num_tokens, size, dtype=gate_up_te.dtype, device=gate_up_te.device)
-    _silu_gate[(num_tokens, triton.cdiv(size, 1024))](gate_up_te, outputs_te, size, 1024)
+    block = 1024
+    outputs_te = torch.empty(
+        num_tokens,
+        size,
+        dtype=gate_up_te.dtype,
+        device=gate_up_te.device,
+    )
+    grid = (num_tokens, triton.cdiv(size, block))
+    _silu_gate[grid](gate_up_te, outputs_te, SIZE=size, BLOCK=block)
     return outputs_te
 
 
@@ -293,10 +382,8 @@ def _mass_above(
     mass = tl.zeros([BLOCK], tl.float32)
     for first in range(0, VOCAB, BLOCK):
         v = first + tl.arange(0, BLOCK)
-        score = (
-            tl.load(row_ptr + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32)
-            * inverse_temperature
-        )
+        logit = tl.load(row_ptr + v, mask=v < VOCAB, other=-float("inf"))
+        score = logit.to(tl.float32) * inverse_temperature
         mass += tl.where(score > least, 1.0 if COUNT else tl.exp(score - largest), 0.0)
     return tl.sum(mass)
 
@@ -319,52 +406,57 @@ def _find_floor(
     lowest = tl.full([BLOCK], float("inf"), tl.float32)
     for first in range(0, VOCAB, BLOCK):
         v = first + tl.arange(0, BLOCK)
-        score = (
-            tl.load(row_ptr + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32)
-            * inverse_temperature
-        )
+        logit = tl.load(row_ptr + v, mask=v < VOCAB, other=-float("inf"))
+        score = logit.to(tl.float32) * inverse_temperature
         highest = tl.maximum(highest, score)
-        lowest = tl.minimum(lowest, tl.where(score > -float("inf"), score, float("inf")))
+        finite_score = tl.where(score > -float("inf"), score, float("inf"))
+        lowest = tl.minimum(lowest, finite_score)
     largest = tl.max(highest)
     floor = tl.min(lowest) - 1.0
     if top_k < VOCAB:
         above = largest
         for _ in range(_NUM_HALVINGS):
             middle = 0.5 * (floor + above)
-            is_enough = (
-                _mass_above(row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, True)
-                >= top_k
+            num_above = _mass_above(
+                row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, True
             )
+            is_enough = num_above >= top_k
             floor = tl.where(is_enough, middle, floor)
             above = tl.where(is_enough, above, middle)
     if top_p < 1:
         above = largest
-        wanted = top_p * _mass_above(
-            row_ptr, inverse_temperature, largest, floor, VOCAB, BLOCK, False
-        )
+        total = _mass_above(row_ptr, inverse_temperature, largest, floor, VOCAB, BLOCK, False)
+        wanted = top_p * total
         for _ in range(_NUM_HALVINGS):
             middle = 0.5 * (floor + above)
-            is_enough = (
-                _mass_above(row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, False)
-                >= wanted
-            )
+            mass = _mass_above(row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, False)
+            is_enough = mass >= wanted
             floor = tl.where(is_enough, middle, floor)
             above = tl.where(is_enough, above, middle)
     tl.store(floors_ptr + row, floor)
 
 
-def find_floors(logits_bv: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+def find_floors(
+    logits_bv: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> Tensor:
     """For each row the number above which top-k and top-p keep scores (logits divided by
     temperature)."""
     num_rows, vocab_size = logits_bv.shape
     floors_b = torch.empty(num_rows, dtype=torch.float32, device=logits_bv.device)
-    numbers = (
+    _find_floor[(num_rows,)](
+        logits_bv,
+        floors_b,
         1 / temperature,
         logits_bv.stride(0),
         top_k if top_k > 0 else vocab_size,
         float(top_p),
+        VOCAB=vocab_size,
+        BLOCK=_VOCAB_BLOCK,
+        num_warps=16,
     )
-    _find_floor[(num_rows,)](logits_bv, floors_b, *numbers, vocab_size, _VOCAB_BLOCK, num_warps=16)
     return floors_b
 
 
@@ -397,12 +489,12 @@ def _race(
     block = tl.program_id(1)
     num_blocks = tl.num_programs(1)
     v = block * BLOCK + tl.arange(0, BLOCK)
-    score = tl.load(logits_ptr + row * row_stride + v, mask=v < VOCAB, other=-float("inf")).to(
-        tl.float32
-    )
-    score *= inverse_temperature
+    logit_ptr = logits_ptr + row * row_stride + v
+    logit = tl.load(logit_ptr, mask=v < VOCAB, other=-float("inf"))
+    score = logit.to(tl.float32) * inverse_temperature
     if HAS_FLOOR:
-        score = tl.where(score > tl.load(floors_ptr + row), score, -float("inf"))
+        floor = tl.load(floors_ptr + row)
+        score = tl.where(score > floor, score, -float("inf"))
     largest = tl.max(score)
     base = tl.where(largest == -float("inf"), 0.0, largest)
     share = tl.exp(score - base)
@@ -413,13 +505,14 @@ def _race(
         # sample. Arithmetic dominates this kernel, so it uses fast functions, with relative errors
         # of about 1e-5.
         stream = tl.load(streams_ptr + row).to(tl.uint64, bitcast=True)
-        key = (
-            stream + (tl.load(steps_ptr + row).to(tl.uint64, bitcast=True) + 1) * 0x9E3779B97F4A7C15
-        )
+        step = tl.load(steps_ptr + row).to(tl.uint64, bitcast=True)
+        key = stream + (step + 1) * 0x9E3779B97F4A7C15
         key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9
         key = (key ^ (key >> 27)) * 0x94D049BB133111EB
         key = key ^ (key >> 31)
-        bits = _mix32(_mix32(v.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
+        lower_key = key.to(tl.uint32)
+        upper_key = (key >> 32).to(tl.uint32)
+        bits = _mix32(_mix32(v.to(tl.uint32) ^ lower_key) + upper_key)
         # 2**-32 and half of it.
         uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
         # The earliest times decide, and there 1 - uniform has lost the bits that distinguish them.
@@ -428,13 +521,16 @@ def _race(
         entry = libdevice.fast_dividef(share, time)
     winner = tl.argmax(entry, axis=0)
     is_winner = tl.arange(0, BLOCK) == winner
+    winning_score = tl.sum(tl.where(is_winner, score, 0.0))
+    first = tl.max(entry)
+    # Four numbers of each block, in four planes of `sums`.
     place = row * num_blocks + block
     plane = tl.num_programs(0).to(tl.int64) * num_blocks
-    tl.store(sums_ptr + place, largest)
-    tl.store(sums_ptr + plane + place, tl.sum(share))
-    first = tl.max(entry)
-    tl.store(sums_ptr + 2 * plane + place, first if GREEDY else base + tl.log(first))
-    tl.store(sums_ptr + 3 * plane + place, tl.sum(tl.where(is_winner, score, 0.0)))
+    sum_ptr = sums_ptr + place
+    tl.store(sum_ptr, largest)
+    tl.store(sum_ptr + plane, tl.sum(share))
+    tl.store(sum_ptr + 2 * plane, first if GREEDY else base + tl.log(first))
+    tl.store(sum_ptr + 3 * plane, winning_score)
     tl.store(tokens_ptr + place, block * BLOCK + winner)
 
 
@@ -453,18 +549,18 @@ def _finish_race(
     place = row * num_blocks + b
     plane = tl.num_programs(0).to(tl.int64) * num_blocks
     inside = b < num_blocks
-    largest = tl.load(sums_ptr + place, mask=inside, other=-float("inf"))
+    sum_ptr = sums_ptr + place
+    largest = tl.load(sum_ptr, mask=inside, other=-float("inf"))
+    shares = tl.load(sum_ptr + plane, mask=inside, other=0.0)
+    entries = tl.load(sum_ptr + 2 * plane, mask=inside, other=-float("inf"))
+    scores = tl.load(sum_ptr + 3 * plane, mask=inside, other=0.0)
+    block_tokens = tl.load(block_tokens_ptr + place, mask=inside, other=0)
+
     most = tl.max(largest)
-    total = tl.sum(
-        tl.load(sums_ptr + plane + place, mask=inside, other=0.0) * tl.exp(largest - most)
-    )
-    is_winner = b == tl.argmax(
-        tl.load(sums_ptr + 2 * plane + place, mask=inside, other=-float("inf")), axis=0
-    )
-    score = tl.sum(
-        tl.where(is_winner, tl.load(sums_ptr + 3 * plane + place, mask=inside, other=0.0), 0.0)
-    )
-    token = tl.sum(tl.where(is_winner, tl.load(block_tokens_ptr + place, mask=inside, other=0), 0))
+    total = tl.sum(shares * tl.exp(largest - most))
+    is_winner = b == tl.argmax(entries, axis=0)
+    score = tl.sum(tl.where(is_winner, scores, 0.0))
+    token = tl.sum(tl.where(is_winner, block_tokens, 0))
     tl.store(tokens_ptr + row, tl.minimum(token, VOCAB - 1).to(tl.int64))
     tl.store(log_probs_ptr + row, score - most - tl.log(total))
 
@@ -481,16 +577,35 @@ def race(
     one; its log-prob."""
     num_rows, vocab_size = logits_bv.shape
     num_blocks = triton.cdiv(vocab_size, _VOCAB_BLOCK)
-    sums = torch.empty(4, num_rows, num_blocks, dtype=torch.float32, device=logits_bv.device)
-    block_tokens = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits_bv.device)
-    tokens_b = torch.empty(num_rows, dtype=torch.int64, device=logits_bv.device)
-    log_probs_b = torch.empty(num_rows, dtype=torch.float32, device=logits_bv.device)
-    floors = log_probs_b if floors_b is None else floors_b
-    tensors = (logits_bv, streams_b, steps_b, floors, sums, block_tokens)
-    settings = (vocab_size, _VOCAB_BLOCK, greedy, floors_b is not None)
+    device = logits_bv.device
+    sums = torch.empty(4, num_rows, num_blocks, dtype=torch.float32, device=device)
+    block_tokens = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device)
+    tokens_b = torch.empty(num_rows, dtype=torch.int64, device=device)
+    log_probs_b = torch.empty(num_rows, dtype=torch.float32, device=device)
     _race[(num_rows, num_blocks)](
-        *tensors, 1 / temperature, logits_bv.stride(0), *settings, num_warps=4
+        logits_bv,
+        streams_b,
+        steps_b,
+        # Not read without floors, but a kernel needs some tensor.
+        log_probs_b if floors_b is None else floors_b,
+        sums,
+        block_tokens,
+        1 / temperature,
+        logits_bv.stride(0),
+        VOCAB=vocab_size,
+        BLOCK=_VOCAB_BLOCK,
+        GREEDY=greedy,
+        HAS_FLOOR=floors_b is not None,
+        num_warps=4,
     )
-    outputs = (tokens_b, log_probs_b, num_blocks, vocab_size, triton.next_power_of_2(num_blocks))
-    _finish_race[(num_rows,)](sums, block_tokens, *outputs, num_warps=1)
+    _finish_race[(num_rows,)](
+        sums,
+        block_tokens,
+        tokens_b,
+        log_probs_b,
+        num_blocks,
+        VOCAB=vocab_size,
+        BLOCKS_PAD=triton.next_power_of_2(num_blocks),
+        num_warps=1,
+    )
     return tokens_b, log_probs_b

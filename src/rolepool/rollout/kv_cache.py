@@ -46,7 +46,13 @@ class SlotCache:
         self.shape = shape
         self.num_slots = num_slots
         self.length = length
-        size = (shape.num_layers, num_slots, shape.num_heads, length, shape.head_dim)
+        size = (
+            shape.num_layers,
+            num_slots,
+            shape.num_heads,
+            length,
+            shape.head_dim,
+        )
         # Zeros, because masked values are multiplied by zero, and uninitialized memory may contain
         # NaN.
         self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
@@ -55,37 +61,62 @@ class SlotCache:
         key_lines = self._keys.flatten(1, 3)
         value_lines = self._values.flatten(1, 3)
         self._lines = list(zip(key_lines, value_lines, strict=True))
-        self._head_offsets_h = torch.arange(shape.num_heads, device=shape.device) * length
+        heads_h = torch.arange(shape.num_heads, device=shape.device)
+        self._head_offsets_h = heads_h * length
 
     def fits(self, shape: CacheShape, num_slots: int, length: int) -> bool:
         """Whether it has at least so many slots of at least this length."""
-        return self.shape == shape and self.num_slots >= num_slots and self.length >= length
+        has_slots = self.num_slots >= num_slots
+        has_length = self.length >= length
+        return self.shape == shape and has_slots and has_length
 
     @property
     def place(self) -> list[int]:
         """What a kernel needs to find the cache: addresses of keys and values, number of slots,
         length of a slot."""
-        return [self._keys.data_ptr(), self._values.data_ptr(), self.num_slots, self.length]
+        return [
+            self._keys.data_ptr(),
+            self._values.data_ptr(),
+            self.num_slots,
+            self.length,
+        ]
 
     def places(self, slots_t: Tensor, positions_t: Tensor) -> Tensor:
         """Where `write` stores tokens; the same for all layers, so it is computed once."""
-        first_t = slots_t * (self.shape.num_heads * self.length) + positions_t
-        return (first_t[:, None] + self._head_offsets_h).view(-1)
+        lines_of_slot = self.shape.num_heads * self.length
+        first_t = slots_t * lines_of_slot + positions_t
+        places_th = first_t[:, None] + self._head_offsets_h
+        return places_th.view(-1)
 
-    def write(self, layer: int, places: Tensor, keys_thd: Tensor, values_thd: Tensor) -> None:
+    def write(
+        self,
+        layer: int,
+        places: Tensor,
+        keys_thd: Tensor,
+        values_thd: Tensor,
+    ) -> None:
         key_lines, value_lines = self._lines[layer]
-        key_lines.index_copy_(0, places, keys_thd.reshape(-1, self.shape.head_dim))
-        value_lines.index_copy_(0, places, values_thd.reshape(-1, self.shape.head_dim))
+        head_dim = self.shape.head_dim
+        key_lines.index_copy_(0, places, keys_thd.reshape(-1, head_dim))
+        value_lines.index_copy_(0, places, values_thd.reshape(-1, head_dim))
 
-    def read(self, layer: int, slots: slice, length: int) -> tuple[Tensor, Tensor]:
+    def read(
+        self,
+        layer: int,
+        slots: slice,
+        length: int,
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values (slots, heads, length, head_dim) of the first `length` tokens, as
         views."""
-        return self._keys[layer, slots, :, :length], self._values[layer, slots, :, :length]
+        keys_nhld = self._keys[layer, slots, :, :length]
+        values_nhld = self._values[layer, slots, :, :length]
+        return keys_nhld, values_nhld
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of one slot into another."""
         for storage in (self._keys, self._values):
-            storage[:, target, :, :length] = storage[:, source, :, :length]
+            tokens = storage[:, source, :, :length]
+            storage[:, target, :, :length] = tokens
 
 
 class _Row(NamedTuple):
@@ -126,13 +157,21 @@ class DecodeBatch:
         self._scattered = scattered
         self._unused = torch.tensor(_UNUSED_ROW, device=device)[:, None]
         self._state = self._unused.repeat(1, num_rows)
-        self.tokens, self.positions, self.steps, self.limits, self.streams, self.slots = self._state
+        (
+            self.tokens,
+            self.positions,
+            self.steps,
+            self.limits,
+            self.streams,
+            self.slots,
+        ) = self._state
         """For each row: the token to run next, its position, the number of sampled tokens, the
         number at which the row ends (lowered by a stop token), the seed of its random numbers, and
         its slot of the cache."""
         # The last column takes what rows that have ended still sample.
-        self._sampled = torch.zeros(num_rows, max_new_tokens + 1, dtype=torch.int64, device=device)
-        self._log_probs = torch.zeros(num_rows, max_new_tokens + 1, device=device)
+        size = (num_rows, max_new_tokens + 1)
+        self._sampled = torch.zeros(size, dtype=torch.int64, device=device)
+        self._log_probs = torch.zeros(size, device=device)
         self._stops = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
         self._rows: list[_Row] = []
         self._clock = 0
@@ -161,20 +200,35 @@ class DecodeBatch:
         streams: Sequence[int],
     ) -> list[int]:
         """Add rows, whose first tokens are sampled before the next step. Returns their slots."""
-        rows = slice(self.num_running, self.num_running + len(requests))
+        first_row = self.num_running
+        num_new = len(requests)
         taken = {row.slot for row in self._rows}
         free = [slot for slot in range(self.num_rows) if slot not in taken]
-        slots = free[: len(requests)]
-        new_rows = zip(requests, slots, prompt_lengths, limits, strict=True)
+        slots = free[:num_new]
+        new_rows = zip(
+            requests,
+            slots,
+            prompt_lengths,
+            limits,
+            strict=True,
+        )
         for request, slot, length, limit in new_rows:
             zero_clock = self._clock - length
             last_clock = self._clock + limit - 1
             self._rows.append(_Row(request, slot, zero_clock, last_clock))
         last_positions = [length - 1 for length in prompt_lengths]
         # No row has sampled a token yet, so the tokens to run next are not known.
-        zeros = [0] * len(requests)
-        state = torch.tensor([zeros, last_positions, zeros, limits, streams, slots])
-        self._state[:, rows] = on_device(state, self._device)
+        zeros = [0] * num_new
+        columns = [
+            zeros,
+            last_positions,
+            zeros,
+            limits,
+            streams,
+            slots,
+        ]
+        state = on_device(torch.tensor(columns), self._device)
+        self._state[:, first_row : first_row + num_new] = state
         self._recount()
         return slots
 
@@ -186,45 +240,55 @@ class DecodeBatch:
         """Append the next token to each of `rows` that has not ended."""
         steps = self.steps[rows]
         limits = self.limits[rows]
+        slots = self.slots[rows]
         is_active = steps < limits
         # Rows that have ended store into the last column instead of being left out, because a
         # captured step cannot copy numbers of rows from the host.
         columns = steps.masked_fill(~is_active, self.max_new_tokens)
-        places = (self.slots[rows], columns)
+        places = (slots, columns)
         self._sampled.index_put_(places, tokens)
         self._log_probs.index_put_(places, log_probs)
-        self.tokens[rows] = torch.where(is_active, tokens, self.tokens[rows])
+        earlier_tokens = self.tokens[rows]
+        self.tokens[rows] = torch.where(is_active, tokens, earlier_tokens)
         self.positions[rows].add_(is_active)
         steps.add_(is_active)
         if self.stop_token_ids:
-            is_stop = (tokens[:, None] == self._stops).any(dim=1) & is_active
-            limits.copy_(torch.where(is_stop, steps, limits))
+            is_stop_token = (tokens[:, None] == self._stops).any(dim=1)
+            ends_now = is_stop_token & is_active
+            limits.copy_(torch.where(ends_now, steps, limits))
 
     def pop_finished(
-        self, cache: SlotCache, leave: Leave | None = None
+        self,
+        cache: SlotCache,
+        leave: Leave | None = None,
     ) -> list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
         """Remove the rows that have ended. Returns request, tokens and log-probs of each. `leave`
         is called before that for each, while the slots still hold their tokens."""
         if not self.stop_token_ids and self._clock < self._next_end:
             return []
-        steps = self.steps[: self.num_running]
-        limits = self.limits[: self.num_running]
-        ended: list[int] = (steps >= limits).nonzero()[:, 0].tolist()
+        num_running = self.num_running
+        steps = self.steps[:num_running]
+        limits = self.limits[:num_running]
+        has_ended = steps >= limits
+        ended: list[int] = has_ended.nonzero()[:, 0].tolist()
         if not ended:
             return []
-        counts: list[int] = steps[torch.tensor(ended, device=self._device)].tolist()
-        slots = torch.tensor([self._rows[index].slot for index in ended], device=self._device)
+        ended_rows = [self._rows[index] for index in ended]
+        indices = torch.tensor(ended, device=self._device)
+        counts: list[int] = steps[indices].tolist()
+        slots = torch.tensor([row.slot for row in ended_rows], device=self._device)
         # All ended rows are copied to the host at once, as far as the longest of them goes.
         longest = max(counts)
         sampled = self._sampled[slots, :longest].cpu().numpy()
         log_probs = self._log_probs[slots, :longest].cpu().numpy()
         samples = []
-        for place, (index, count) in enumerate(zip(ended, counts, strict=True)):
-            request = self._rows[index].request
-            samples.append((request, sampled[place, :count], log_probs[place, :count]))
-        if leave is not None:
-            for index, (request, tokens, _) in zip(ended, samples, strict=True):
-                leave(request, self._rows[index].slot, tokens)
+        for place, row in enumerate(ended_rows):
+            count = counts[place]
+            tokens = sampled[place, :count]
+            log_probs_of_row = log_probs[place, :count]
+            samples.append((row.request, tokens, log_probs_of_row))
+            if leave is not None:
+                leave(row.request, row.slot, tokens)
         self._remove(ended, cache)
         self._recount()
         return samples
@@ -239,7 +303,11 @@ class DecodeBatch:
             self._rows.pop()
             came_from.pop()
         num_left = self.num_running
-        sources = torch.tensor(came_from, dtype=torch.int64, device=self._device)
+        sources = torch.tensor(
+            came_from,
+            dtype=torch.int64,
+            device=self._device,
+        )
         self._state[:, :num_left] = self._state[:, sources]
         self._state[:, num_left:num_before] = self._unused
         if self._scattered:
@@ -248,11 +316,17 @@ class DecodeBatch:
             if index != source:
                 self._move_to_own_slot(index, source, cache)
 
-    def _move_to_own_slot(self, index: int, old_slot: int, cache: SlotCache) -> None:
+    def _move_to_own_slot(
+        self,
+        index: int,
+        old_slot: int,
+        cache: SlotCache,
+    ) -> None:
         """Move a row that took another row's place to that row's slot. Its old slot is behind all
         other rows."""
         row = self._rows[index]
-        num_tokens = min(self._clock, row.last_clock) - row.zero_clock
+        last_clock = min(self._clock, row.last_clock)
+        num_tokens = last_clock - row.zero_clock
         cache.copy(old_slot, index, num_tokens)
         for storage in (self._sampled, self._log_probs):
             storage[index] = storage[old_slot]
@@ -261,7 +335,8 @@ class DecodeBatch:
 
     def _recount(self) -> None:
         """Find out again when rows end and which is the longest."""
-        last_clocks = [row.last_clock for row in self._rows] or [self._clock]
-        self._next_end = min(last_clocks)
-        self._last_end = max(last_clocks)
-        self._min_zero_clock = min((row.zero_clock for row in self._rows), default=self._clock)
+        last_clocks = [row.last_clock for row in self._rows]
+        zero_clocks = [row.zero_clock for row in self._rows]
+        self._next_end = min(last_clocks, default=self._clock)
+        self._last_end = max(last_clocks, default=self._clock)
+        self._min_zero_clock = min(zero_clocks, default=self._clock)

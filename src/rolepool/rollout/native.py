@@ -60,9 +60,14 @@ def native_engine(
     def room_on_gpu() -> int:
         """Bytes that a cache may take now on this process's GPU."""
         _, total_bytes = torch.cuda.mem_get_info()
-        share_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction())
-        utilization = keys.gpu_memory_utilization
-        return cache_room(share_bytes, free_bytes("cuda"), model_bytes, utilization)
+        fraction = torch.cuda.get_per_process_memory_fraction()
+        share_bytes = int(total_bytes * fraction)
+        return cache_room(
+            share_bytes,
+            free_bytes("cuda"),
+            model_bytes,
+            keys.gpu_memory_utilization,
+        )
 
     return NativeEngine(
         model,
@@ -86,12 +91,19 @@ class _DecodeState:
     batch: DecodeBatch
     graphs: StepGraphs | None
 
-    def fits(self, num_rows: int, length: int, num_new: int, stops: tuple[int, ...]) -> bool:
+    def fits(
+        self,
+        num_rows: int,
+        length: int,
+        num_new: int,
+        stops: tuple[int, ...],
+    ) -> bool:
         """Whether a call with these sizes can use it."""
         has_positions = self.decoder.num_positions >= length
         has_rows = self.batch.num_rows >= num_rows
         has_columns = self.batch.max_new_tokens >= num_new
-        return has_positions and has_rows and has_columns and self.batch.stop_token_ids == stops
+        is_large_enough = has_positions and has_rows and has_columns
+        return is_large_enough and self.batch.stop_token_ids == stops
 
 
 class NativeEngine(StreamedEngine):
@@ -106,7 +118,7 @@ class NativeEngine(StreamedEngine):
     GPU the engine's own weights that are applied to the same input are joined once, without a copy,
     and decode steps are captured in CUDA graphs, unless `enforce_eager` is set or the model is
     tensor-parallel. With `shard` the model is this rank's part, and all ranks of `parallel` make
-    the same calls; the first rank chooses the tokens.
+    the same calls; the first rank chooses the tokens. `decoder_type` runs the forward passes.
     """
 
     def __init__(
@@ -119,6 +131,7 @@ class NativeEngine(StreamedEngine):
         shard: Shard | None = None,
         parallel: TensorParallel | None = None,
         enforce_eager: bool = False,
+        decoder_type: type[Decoder] = Decoder,
     ) -> None:
         refuse_unknown(model)
         super().__init__(model)
@@ -128,6 +141,7 @@ class NativeEngine(StreamedEngine):
         self.cache_bytes = cache_bytes
         self.shard = shard
         self.parallel = parallel or TensorParallel()
+        self._decoder_type = decoder_type
         self._max_positions = num_positions(model.config.to_dict())
         self._vocab_size = model.config.vocab_size
         self._on_gpu = cache_shape(model).device.type == "cuda"
@@ -143,20 +157,27 @@ class NativeEngine(StreamedEngine):
         self._check_requests(requests, sampling)
         if not requests:
             return []
-        nums_new = [request.num_new(sampling) for request in requests]
-        nums_prompt = [len(request.token_ids) for request in requests]
-        length = max(map(sum, zip(nums_prompt, nums_new, strict=True)))
-        longest = replace(sampling, max_new_tokens=max(nums_new))
+        num_requests = len(requests)
+        length = 0
+        most_new = 0
+        for request in requests:
+            num_new = request.num_new(sampling)
+            length = max(length, len(request.token_ids) + num_new)
+            most_new = max(most_new, num_new)
+        longest = replace(sampling, max_new_tokens=most_new)
         completions: dict[int, Completion] = {}
-        with self._running(longest, num_requests=len(requests), length=length) as generation:
+        with self._running(longest, num_requests, length) as generation:
             numbers = generation.enqueue(requests, sampling)
-            while len(completions) < len(requests):
+            while len(completions) < num_requests:
                 completions.update(generation.step())
         return [completions[number] for number in numbers]
 
     @contextmanager
     def session(
-        self, sampling: Sampling, num_requests: int, max_tokens: int
+        self,
+        sampling: Sampling,
+        num_requests: int,
+        max_tokens: int,
     ) -> Iterator[Generation]:
         """Requests join and leave between decode steps. The cache has a second slot for each
         conversation, which keeps its tokens between turns; with too little memory, the
@@ -208,11 +229,12 @@ class NativeEngine(StreamedEngine):
         problems = []
         vocab_size = self._vocab_size
         for index, request in enumerate(requests):
+            token_ids = request.token_ids
             num_new = request.num_new(sampling)
-            num_prompt = len(request.token_ids)
+            num_prompt = len(token_ids)
             if num_new < 1:
                 problems.append(f"request {index}: max_new_tokens={num_new}: must be 1 or more")
-            if not num_prompt or min(request.token_ids) < 0 or max(request.token_ids) >= vocab_size:
+            if not num_prompt or min(token_ids) < 0 or max(token_ids) >= vocab_size:
                 problems.append(
                     f"request {index}: the prompt must have tokens, with ids in 0..{vocab_size - 1}"
                 )
@@ -229,11 +251,18 @@ class NativeEngine(StreamedEngine):
         """Cache, decoder and batch of a call, with those of the last call if they are large
         enough."""
         stops = () if sampling.ignore_eos else sampling.stop_token_ids
-        cache = self._take_cache(schedule.num_slots + schedule.num_kept, schedule.length)
+        num_slots = schedule.num_slots + schedule.num_kept
+        cache = self._take_cache(num_slots, schedule.length)
         state = self._take_state(cache, sampling.max_new_tokens, stops)
         if self._on_gpu:
             state.decoder.locate(cache)
-        return Machinery(cache, state.decoder, state.batch, state.graphs, self.parallel)
+        return Machinery(
+            cache=cache,
+            decoder=state.decoder,
+            batch=state.batch,
+            graphs=state.graphs,
+            parallel=self.parallel,
+        )
 
     def _take_cache(self, num_slots: int, length: int) -> SlotCache:
         """The cache of the last call if it is large enough, else a new one, of the same size on all
@@ -246,20 +275,27 @@ class NativeEngine(StreamedEngine):
         self._cache = last = None
         if self.cache_bytes is not None:
             num_bytes = self.parallel.smallest(self.cache_bytes(), shape.device)
-            num_slots = min(num_slots, num_bytes // shape.slot_bytes(length))
+            slot_bytes = shape.slot_bytes(length)
+            num_slots = min(num_slots, num_bytes // slot_bytes)
             if num_slots < 1:
                 raise RolepoolError(
                     f"the rollout's KV cache may use {num_bytes:,} bytes, but one sequence of "
-                    f"{length} tokens needs {shape.slot_bytes(length):,}: raise "
+                    f"{length} tokens needs {slot_bytes:,}: raise "
                     "actor_rollout_ref.rollout.gpu_memory_utilization, or shorten "
                     "data.max_prompt_length or data.max_response_length"
                 )
         self._cache = SlotCache(shape, num_slots, length)
         return self._cache
 
-    def _take_state(self, cache: SlotCache, num_new: int, stops: tuple[int, ...]) -> _DecodeState:
+    def _take_state(
+        self,
+        cache: SlotCache,
+        num_new: int,
+        stops: tuple[int, ...],
+    ) -> _DecodeState:
         """On a GPU the state of the last call if it fits this call too, else a new one."""
-        addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
+        parameters = self.model.parameters()
+        addresses = tuple(parameter.data_ptr() for parameter in parameters)
         num_rows = cache.num_slots
         length = cache.length
         last = self._state
@@ -275,11 +311,18 @@ class NativeEngine(StreamedEngine):
             # With room for longer sequences in later calls.
             next_power_of_2 = 2 ** (length - 1).bit_length()
             length = min(self._max_positions, next_power_of_2)
+        batch = DecodeBatch(
+            num_rows,
+            max_new_tokens=num_new,
+            stop_token_ids=stops,
+            device=cache.shape.device,
+            scattered=self._on_gpu,
+        )
         state = _DecodeState(
-            addresses,
-            Decoder(self.model, self.parallel, length),
-            DecodeBatch(num_rows, num_new, stops, cache.shape.device, scattered=self._on_gpu),
-            StepGraphs() if self._captures else None,
+            addresses=addresses,
+            decoder=self._decoder_type(self.model, self.parallel, length),
+            batch=batch,
+            graphs=StepGraphs() if self._captures else None,
         )
         if self._on_gpu:
             self._state = state

@@ -26,11 +26,17 @@ _UNIFORM_BITS = 48
 number is never 0 or 1."""
 
 
-def sample_seed(run_seed: int, prompt_id: int | str, sample_index: int, *others: int | str) -> int:
+def sample_seed(
+    run_seed: int,
+    prompt_id: int | str,
+    sample_index: int,
+    *others: int | str,
+) -> int:
     """Seed of a sample. It depends on run, prompt and sample (and on `others`, such as the step),
     and not on where the sample is generated."""
-    parts = [_as_plain(part) for part in (run_seed, prompt_id, sample_index, *others)]
-    return derive_seed("sample", *parts)
+    parts = (run_seed, prompt_id, sample_index, *others)
+    plain_parts = [_as_plain(part) for part in parts]
+    return derive_seed("sample", *plain_parts)
 
 
 def _as_plain(part: int | str) -> int | str:
@@ -52,7 +58,8 @@ def filter_logits(logits_bv: Tensor, sampling: Sampling) -> Tensor:
         scores_bv = scores_bv / sampling.temperature
     num_tokens = scores_bv.shape[-1]
     if 0 < sampling.top_k < num_tokens:
-        least_b1 = scores_bv.topk(sampling.top_k, dim=-1).values[:, -1:]
+        largest_bk = scores_bv.topk(sampling.top_k, dim=-1).values
+        least_b1 = largest_bk[:, -1:]
         scores_bv = scores_bv.masked_fill(scores_bv < least_b1, -torch.inf)
     if sampling.top_p < 1:
         ascending_bv = scores_bv.sort(dim=-1).values
@@ -65,7 +72,10 @@ def filter_logits(logits_bv: Tensor, sampling: Sampling) -> Tensor:
 
 
 def choose(
-    logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Sampling
+    logits_bv: Tensor,
+    streams_b: Tensor,
+    steps_b: Tensor,
+    sampling: Sampling,
 ) -> tuple[Tensor, Tensor]:
     """The next token of each row, and its log-prob."""
     if logits_bv.is_cuda:
@@ -79,26 +89,50 @@ def choose(
     cumulative_bv = probs_bv.cumsum(dim=-1, dtype=torch.float64)
     # In float64 and scaled by the last entry, so that rounding cannot select a token of
     # probability 0.
-    target_b1 = uniforms(streams_b, steps_b)[:, None] * cumulative_bv[:, -1:]
+    uniform_b1 = uniforms(streams_b, steps_b)[:, None]
+    target_b1 = uniform_b1 * cumulative_bv[:, -1:]
     last_token = probs_bv.shape[-1] - 1
-    token_b1 = torch.searchsorted(cumulative_bv, target_b1, right=True).clamp_(max=last_token)
-    log_prob_b = probs_bv.gather(1, token_b1)[:, 0].log_()
-    return token_b1[:, 0], log_prob_b
+    token_b1 = torch.searchsorted(cumulative_bv, target_b1, right=True)
+    token_b1 = token_b1.clamp_(max=last_token)
+    prob_b = probs_bv.gather(1, token_b1)[:, 0]
+    return token_b1[:, 0], prob_b.log_()
 
 
 def _choose_on_gpu(
-    logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Sampling
+    logits_bv: Tensor,
+    streams_b: Tensor,
+    steps_b: Tensor,
+    sampling: Sampling,
 ) -> tuple[Tensor, Tensor]:
     from rolepool.rollout import kernels  # here, because it needs Triton
 
     if sampling.is_greedy:
         # Its log-prob is that of the softmax of the logits themselves.
-        return kernels.race(logits_bv, streams_b, steps_b, 1.0, greedy=True, floors_b=None)
+        return kernels.race(
+            logits_bv,
+            streams_b,
+            steps_b,
+            1.0,
+            greedy=True,
+            floors_b=None,
+        )
     temperature = sampling.temperature
     floors_b = None
     if sampling.top_k > 0 or sampling.top_p < 1:
-        floors_b = kernels.find_floors(logits_bv, temperature, sampling.top_k, sampling.top_p)
-    return kernels.race(logits_bv, streams_b, steps_b, temperature, greedy=False, floors_b=floors_b)
+        floors_b = kernels.find_floors(
+            logits_bv,
+            temperature,
+            sampling.top_k,
+            sampling.top_p,
+        )
+    return kernels.race(
+        logits_bv,
+        streams_b,
+        steps_b,
+        temperature,
+        greedy=False,
+        floors_b=floors_b,
+    )
 
 
 def seed_streams(seeds: list[int]) -> Tensor:

@@ -34,7 +34,12 @@ class Shard:
     def __init__(self, model_config: HfConfig, size: int, rank: int) -> None:
         num_heads = model_config.num_attention_heads
         num_kv_heads = model_config.num_key_value_heads
-        problem = why_not_parallel(num_heads, num_kv_heads, model_config.intermediate_size, size)
+        problem = why_not_parallel(
+            num_heads,
+            num_kv_heads,
+            model_config.intermediate_size,
+            size,
+        )
         if problem is not None:
             raise ConfigError(problem)
         self._size = size
@@ -63,7 +68,8 @@ class Shard:
         length = whole.shape[dim] // num_parts
         # Neighbouring ranks have the same part if there are fewer parts than ranks.
         part = self._rank * num_parts // self._size
-        return whole.narrow(dim, part * length, length)
+        start = part * length
+        return whole.narrow(dim, start, length)
 
     def whole_shape(self, name: str, part_shape: Size) -> Size:
         """The shape of the whole weight, from the shape of a part."""
@@ -100,7 +106,8 @@ class TensorParallel(NamedTuple):
     def over_neighbours(size: int) -> "TensorParallel":
         """Groups of `size` adjacent ranks. All ranks of the process group must call this."""
         if size > 1:
-            return TensorParallel(size, dist.new_subgroups(size)[0])
+            own_group, _ = dist.new_subgroups(size)
+            return TensorParallel(size, own_group)
         return TensorParallel()
 
     def sum(self, partial: Tensor) -> Tensor:
@@ -168,10 +175,13 @@ class WeightStream:
     def end(self) -> dict[str, Digest]:
         """Check that all weights have arrived. Returns their digests: of what is in the model, or,
         if the model has a part of a weight or another dtype, of what has arrived."""
+        # By the tensor, because tied weights have several names.
         arrived = {id(self._targets[name]) for name in self._arrived}
-        missing = [name for name, target in self._targets.items() if id(target) not in arrived]
+        missing: list[str] = []
+        for name, target in self._targets.items():
+            if id(target) not in arrived:
+                missing.append(name)
         if missing:
-            raise DataError(
-                f"weights: {len(missing)} of {len(self._targets)} are missing: {first_few(missing, 5)}"
-            )
+            number = f"{len(missing)} of {len(self._targets)}"
+            raise DataError(f"weights: {number} are missing: {first_few(missing, 5)}")
         return self._digests.read()

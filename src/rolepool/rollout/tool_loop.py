@@ -32,8 +32,13 @@ def parse_hermes(text: str) -> ToolCalls:
     """The calls that a text contains as `<tool_call>{"name": ..., "arguments":
     {...}}</tool_call>`."""
     texts = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
-    calls = [json.loads(text_of_call) for text_of_call in texts]
-    return [(call["name"], dict(call.get("arguments", {}))) for call in calls]
+    entries = [json.loads(text_of_call) for text_of_call in texts]
+    calls: list[tuple[str, ToolArguments]] = []
+    for entry in entries:
+        name = entry["name"]
+        arguments = dict(entry.get("arguments", {}))
+        calls.append((name, arguments))
+    return calls
 
 
 class ToolLoop:
@@ -52,7 +57,8 @@ class ToolLoop:
         """The argument of `get_reward`, if it has one. It gets the text of the last turn. None if
         the class has no `get_reward`."""
         if get_reward is not None:
-            self._reward_arguments = list(inspect.signature(get_reward).parameters)[1:]
+            names = list(inspect.signature(get_reward).parameters)
+            self._reward_arguments = names[1:]  # without `self`
 
     async def __call__(self, row: PromptRow, generate: Generate) -> Trajectory:
         trajectory = Trajectory(list(row["prompt_ids"]))
@@ -62,8 +68,12 @@ class ToolLoop:
         if isinstance(outcome.value, str):
             trajectory.prompt_ids = _prompt_with(row, outcome.value, generate)
 
-        last_text = await self._converse(row, trajectory, generate, instance if is_ready else None)
-
+        last_text = await self._converse(
+            row,
+            trajectory,
+            generate,
+            instance=instance if is_ready else None,
+        )
         if self._reward_arguments is not None:
             if is_ready:
                 arguments = dict.fromkeys(self._reward_arguments, last_text)
@@ -90,9 +100,11 @@ class ToolLoop:
             if instance is None or generate.is_over(trajectory):
                 return text
             messages = []
-            for name, outcome in await self._call_tools(text, instance):
+            outcomes = await self._call_tools(text, instance)
+            for name, outcome in outcomes:
                 trajectory.count(outcome)
-                messages.append(_message(name, outcome, keys.max_tool_response_length))
+                message = _message(name, outcome, keys.max_tool_response_length)
+                messages.append(message)
             if not messages:
                 return text
             answer_ids = added_tokens(
@@ -109,7 +121,8 @@ class ToolLoop:
         try:
             calls = list(self._parse(text))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            return [("", Outcome(error=f"the tool call cannot be read: {one_line(error)}"))]
+            problem = f"the tool call cannot be read: {one_line(error)}"
+            return [("", Outcome(error=problem))]
         outcomes = []
         for name, arguments in calls:
             if name in self._tools:
@@ -140,7 +153,9 @@ def _message(name: str, outcome: Outcome, limit: int) -> Message:
         text = f"Error: {outcome.error}"
     if len(text) > limit:
         half = limit // 2
-        text = f"{text[:half]}...(truncated)...{text[len(text) - half :]}"
+        beginning = text[:half]
+        end = text[len(text) - half :]
+        text = f"{beginning}...(truncated)...{end}"
     return {"role": "tool", "name": name, "content": text}
 
 
@@ -149,11 +164,23 @@ def _prompt_with(row: PromptRow, observation: str, generate: Generate) -> list[i
     prompt = row["prompt"]
     if isinstance(prompt, str):
         text = prompt + observation
-        return next(tokenize(generate.tokenizer, [{"is_chat": False, "text": text}]))
+        return _tokens_of(generate.tokenizer, text, is_chat=False)
     *earlier, last = prompt
-    chat = [*earlier, {**last, "content": last["content"] + observation}]
-    text = render_chat(generate.tokenizer, chat, row["origin"], **generate.template_options)
-    return next(tokenize(generate.tokenizer, [{"is_chat": True, "text": text}]))
+    content = last["content"] + observation
+    chat = [*earlier, {**last, "content": content}]
+    text = render_chat(
+        generate.tokenizer,
+        chat,
+        row["origin"],
+        **generate.template_options,
+    )
+    return _tokens_of(generate.tokenizer, text, is_chat=True)
+
+
+def _tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, *, is_chat: bool) -> list[int]:
+    """The tokens of one text."""
+    row = {"is_chat": is_chat, "text": text}
+    return next(tokenize(tokenizer, [row]))
 
 
 @dataclass
@@ -168,7 +195,11 @@ class _Instance:
     async def call(self, name: str, arguments: ToolArguments) -> Outcome:
         """Call a method. If it fails, the instance is as it was before."""
         outcome = await self.queue.run(
-            tools.call_method, self.environment, self.state, name, arguments
+            tools.call_method,
+            self.environment,
+            self.state,
+            name,
+            arguments,
         )
         if outcome.error is not None:
             return outcome
@@ -188,8 +219,19 @@ def added_tokens(
     turn. They are taken from another conversation, so the model's turn is not tokenized again."""
     question = {"role": "user", "content": "?"}
     turn = {"role": "assistant", "content": "="}
-    before = render_chat(tokenizer, [question], origin, turn["content"], **options)
-    after = render_chat(tokenizer, [question, turn, *messages], origin, **options)
+    before = render_chat(
+        tokenizer,
+        [question],
+        origin,
+        turn["content"],
+        **options,
+    )
+    after = render_chat(
+        tokenizer,
+        [question, turn, *messages],
+        origin,
+        **options,
+    )
     if not after.startswith(before):
         raise DataError(
             f"the chat template of {tokenizer.name_or_path} changes earlier messages when others "
@@ -197,7 +239,10 @@ def added_tokens(
         )
     # What follows the token that ended the model's turn, which the model has sampled itself. A
     # template without such a token adds all that follows the text of the turn.
-    end_tokens = [str(tokenizer.eos_token), *tokenizer.convert_ids_to_tokens(list(stop_token_ids))]
-    ends = [before.rindex(token) + len(token) for token in end_tokens if token in before]
+    stop_tokens = tokenizer.convert_ids_to_tokens(list(stop_token_ids))
+    ends: list[int] = []
+    for token in (str(tokenizer.eos_token), *stop_tokens):
+        if token in before:
+            ends.append(before.rindex(token) + len(token))
     start = max(ends, default=len(before))
-    return next(tokenize(tokenizer, [{"is_chat": True, "text": after[start:]}]))
+    return _tokens_of(tokenizer, after[start:], is_chat=True)

@@ -38,7 +38,8 @@ def transformers_engine(
     # Modules of its own with the same tensors, because the trainer's modules may only run packed
     # rows.
     tensors = chain(shared_model.parameters(), shared_model.buffers())
-    model: HfModule = copy.deepcopy(shared_model, {id(tensor): tensor for tensor in tensors})
+    not_copied = {id(tensor): tensor for tensor in tensors}
+    model: HfModule = copy.deepcopy(shared_model, not_copied)
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     return TransformersEngine(model, max_num_seqs, shared_weights=True)
 
@@ -47,7 +48,12 @@ class TransformersEngine(StreamedEngine):
     """Generates with `model`, a causal language model of transformers, at most `max_num_seqs`
     sequences at a time."""
 
-    def __init__(self, model: HfModule, max_num_seqs: int, shared_weights: bool = False) -> None:
+    def __init__(
+        self,
+        model: HfModule,
+        max_num_seqs: int,
+        shared_weights: bool = False,
+    ) -> None:
         super().__init__(model.eval())
         self.shared_weights = shared_weights
         self.max_num_seqs = max_num_seqs
@@ -57,15 +63,17 @@ class TransformersEngine(StreamedEngine):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         self.raise_if_not_ready()
         # Prompts of similar lengths are computed together, because shorter ones are padded.
+        num_requests = len(requests)
         lengths = [len(request.token_ids) for request in requests]
-        order = sorted(range(len(requests)), key=lengths.__getitem__)
+        order = sorted(range(num_requests), key=lengths.__getitem__)
         completions: dict[int, Completion] = {}
         with torch.inference_mode():
-            for start in range(0, len(order), self.max_num_seqs):
+            for start in range(0, num_requests, self.max_num_seqs):
                 indices = order[start : start + self.max_num_seqs]
-                responses = self._respond([requests[index] for index in indices], sampling)
+                batch = [requests[index] for index in indices]
+                responses = self._respond(batch, sampling)
                 completions.update(zip(indices, responses, strict=True))
-        return [completions[index] for index in range(len(requests))]
+        return [completions[index] for index in range(num_requests)]
 
     def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Complete requests as one batch."""
@@ -88,12 +96,17 @@ class TransformersEngine(StreamedEngine):
         # The rows of the results that the rows of the batch are. Some of them may have ended.
         rows = torch.arange(len(requests), device=device)
         is_running = torch.ones_like(rows, dtype=torch.bool)
-        work = ("prefill", *work_of(len(request.token_ids) for request in requests))
+        lengths = [len(request.token_ids) for request in requests]
+        work = ("prefill", *work_of(lengths))
         for step in range(tokens_bn.shape[1]):
             with part(*work):
                 logits_bv, cache = self._forward(inputs, cache)
-                steps_b = torch.full_like(rows, step)
-                token_b, log_prob_b = choose(logits_bv, streams_b[rows], steps_b, sampling)
+                token_b, log_prob_b = choose(
+                    logits_bv,
+                    streams_b=streams_b[rows],
+                    steps_b=torch.full_like(rows, step),
+                    sampling=sampling,
+                )
             running = rows[is_running]
             tokens_bn[running, step] = token_b[is_running]
             log_probs_bn[running, step] = log_prob_b[is_running]
@@ -106,25 +119,36 @@ class TransformersEngine(StreamedEngine):
             if num_running == 0:
                 break
             inputs = _next_inputs(inputs, token_b)
-            work = ("decode", num_running, num_running * inputs["attention_mask"].shape[1])
-            if 2 * num_running <= len(rows) and _can_drop_rows(cache):
+            num_columns = inputs["attention_mask"].shape[1]
+            work = ("decode", num_running, num_running * num_columns)
+            half_has_ended = 2 * num_running <= len(rows)
+            if half_has_ended and _can_drop_rows(cache):
                 cache.batch_select_indices(is_running)
-                inputs = {name: tensor[is_running] for name, tensor in inputs.items()}
+                for name, tensor in inputs.items():
+                    inputs[name] = tensor[is_running]
                 rows = rows[is_running]
                 is_running = is_running[is_running]
         all_tokens = tokens_bn.cpu().numpy()
         all_log_probs = log_probs_bn.cpu().numpy()
         nums_new = num_new_b.tolist()
         completions: list[Completion] = []
-        for tokens, log_probs, num_new in zip(all_tokens, all_log_probs, nums_new, strict=True):
-            completions.append(self.completion(tokens[:num_new], log_probs[:num_new], stop_ids))
+        results = zip(all_tokens, all_log_probs, nums_new, strict=True)
+        for tokens, log_probs, num_new in results:
+            completion = self.completion(
+                tokens[:num_new],
+                log_probs[:num_new],
+                stop_ids,
+            )
+            completions.append(completion)
         return completions
 
     def _forward(self, inputs: dict[str, Tensor], cache: Any) -> tuple[Tensor, Any]:
         """Logits of the last token of each row, and the cache. A model gets only the arguments that
         it knows."""
-        arguments = {"logits_to_keep": 1, **inputs}
-        known = {name: value for name, value in arguments.items() if name in self._accepted}
+        known: dict[str, Any] = {}
+        for name, value in {"logits_to_keep": 1, **inputs}.items():
+            if name in self._accepted:
+                known[name] = value
         outputs = self.model(past_key_values=cache, use_cache=True, **known)
         if outputs.get("past_key_values") is None:
             raise ConfigError(
@@ -141,14 +165,17 @@ def _can_drop_rows(cache: Any) -> bool:
 
 def _left_padded(requests: Sequence[Request], device: torch.device) -> dict[str, Tensor]:
     """A model's inputs: all prompts, each padded on the left to the longest."""
-    lengths_b = torch.tensor([len(request.token_ids) for request in requests])
+    lengths = [len(request.token_ids) for request in requests]
+    lengths_b = torch.tensor(lengths)
     longest = int(lengths_b.max())
     num_padding_b1 = longest - lengths_b[:, None]
     mask_bt = torch.arange(longest) >= num_padding_b1
     ids_bt = torch.zeros(mask_bt.shape, dtype=torch.int64)
     for row, request in enumerate(requests):
-        ids_bt[row, mask_bt[row]] = torch.as_tensor(request.token_ids)
-    positions_bt = (mask_bt.cumsum(dim=1) - 1).clamp(min=0)
+        is_prompt = mask_bt[row]
+        ids_bt[row, is_prompt] = torch.as_tensor(request.token_ids)
+    num_tokens_bt = mask_bt.cumsum(dim=1)
+    positions_bt = (num_tokens_bt - 1).clamp(min=0)
     return {
         "input_ids": ids_bt.to(device),
         "attention_mask": mask_bt.long().to(device),
@@ -159,6 +186,10 @@ def _left_padded(requests: Sequence[Request], device: torch.device) -> dict[str,
 def _next_inputs(inputs: dict[str, Tensor], token_b: Tensor) -> dict[str, Tensor]:
     """The inputs of the next step: one token of each row."""
     mask_bt = inputs["attention_mask"]
-    mask_bt = torch.cat((mask_bt, mask_bt.new_ones(len(mask_bt), 1)), dim=1)
-    positions_b1 = inputs["position_ids"][:, -1:] + 1
-    return {"input_ids": token_b[:, None], "attention_mask": mask_bt, "position_ids": positions_b1}
+    ones_b1 = mask_bt.new_ones(len(mask_bt), 1)
+    last_positions_b1 = inputs["position_ids"][:, -1:]
+    return {
+        "input_ids": token_b[:, None],
+        "attention_mask": torch.cat((mask_bt, ones_b1), dim=1),
+        "position_ids": last_positions_b1 + 1,
+    }

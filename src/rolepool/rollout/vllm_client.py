@@ -69,7 +69,13 @@ class VllmClient:
         with theirs:
             self.process = _run(python, theirs)
         self._connection: Any = Connection(ours.detach())
-        self.close = weakref.finalize(self, _end, self._connection, self.process, end_timeout_s)
+        self.close = weakref.finalize(
+            self,
+            _end,
+            self._connection,
+            self.process,
+            end_timeout_s,
+        )
         with suppress(OSError):  # it has ended already, which `await_start` reports
             self._connection.send(("start", (self.arguments, *group)))
 
@@ -79,7 +85,8 @@ class VllmClient:
         if self._has_started:
             return None
         left_s = self._began_s + self._timeout_s - time.monotonic()
-        if self._connection.poll(min(max(0.0, wait_s), max(0.0, left_s))):
+        longest_wait_s = max(0.0, min(wait_s, left_s))
+        if self._connection.poll(longest_wait_s):
             _, problem = self._receive()
             if problem is not None:
                 summary, _ = problem
@@ -124,14 +131,18 @@ class VllmClient:
 
 def _run(python: str, theirs: socket.socket) -> "subprocess.Popen[bytes]":
     """Start the process with its end of the socket."""
-    inherited = {
-        name: value for name, value in os.environ.items() if name not in _MISLEADING_VARIABLES
-    }
+    variables = dict(_DEFAULT_VARIABLES)
+    for name, value in os.environ.items():
+        if name not in _MISLEADING_VARIABLES:
+            variables[name] = value
+    variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    program = str(Path(python).expanduser())
+    fd = theirs.fileno()
     try:
         return subprocess.Popen(
-            [str(Path(python).expanduser()), "-P", str(_SCRIPT), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={**_DEFAULT_VARIABLES, **inherited, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            [program, "-P", str(_SCRIPT), str(fd)],
+            pass_fds=[fd],
+            env=variables,
         )
     except OSError as error:
         raise RolepoolError(

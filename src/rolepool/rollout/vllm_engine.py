@@ -59,8 +59,9 @@ def vllm_engine(
     model_keys = config.actor_rollout_ref.model
     on_cpu = context.device == "cpu"
     length = config.tokens_of_longest_row
+    model_folder = Path(str(model_keys.path)).expanduser()
     arguments = {
-        "model": str(Path(str(model_keys.path)).expanduser()),
+        "model": str(model_folder),
         "trust_remote_code": model_keys.trust_remote_code,
         "hf_overrides": dict(model_keys.override_config),
         "dtype": "float32" if on_cpu else "bfloat16",
@@ -75,9 +76,14 @@ def vllm_engine(
         arguments["gpu_memory_utilization"] = _LEAST_UTILIZATION
         arguments["kv_cache_memory_bytes"] = _cache_bytes(config, context.dims, load_model)
     arguments |= keys.engine_kwargs.vllm
-    group = (context.tp_rank, context.dims.tp, _shared_port(context))
     gpu = None if on_cpu else context.device
-    client = start_vllm(keys.vllm_python, arguments, gpu, group, keys.vllm_start_timeout_s)
+    client = start_vllm(
+        keys.vllm_python,
+        arguments,
+        gpu=gpu,
+        group=(context.tp_rank, context.dims.tp, _shared_port(context)),
+        start_timeout_s=keys.vllm_start_timeout_s,
+    )
     try:
         model = load_model()
         has_experts = any(".experts." in name for name, _ in model.named_parameters())
@@ -102,7 +108,12 @@ def start_vllm(
     needed: dict[str, object] = dict(_FIXED_ARGUMENTS)
     if gpu is not None:
         needed["weight_transfer_config"] = {"backend": "ipc"}
-    return VllmClient(python, {**arguments, **needed}, group, start_timeout_s)
+    return VllmClient(
+        python,
+        {**arguments, **needed},
+        group,
+        start_timeout_s,
+    )
 
 
 def _cache_bytes(config: Config, dims: ParallelDims, load_model: Callable[[], nn.Module]) -> int:
@@ -110,24 +121,35 @@ def _cache_bytes(config: Config, dims: ParallelDims, load_model: Callable[[], nn
     length, or what `gpu_memory_utilization` leaves beside the weights, if that is less."""
     keys = config.actor_rollout_ref.rollout
     _, total_bytes = torch.cuda.mem_get_info()
-    share_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction())
+    fraction = torch.cuda.get_per_process_memory_fraction()
+    share_bytes = int(total_bytes * fraction)
+    utilization = keys.gpu_memory_utilization
     try:
         shape = shape_of(config, Role.Rollout)
     except ShapeUnknown:
-        num_params = sum(parameter.numel() for parameter in load_model().parameters())
+        parameters = load_model().parameters()
+        num_params = sum(parameter.numel() for parameter in parameters)
         weights_bytes = BF16 * num_params // dims.tp
         free_bytes = share_bytes - weights_bytes
-        return cache_room(share_bytes, free_bytes, weights_bytes, keys.gpu_memory_utilization)
-    memory = generation_memory(config, shape, dims, keys.max_num_seqs, limit=None, room=None)
+        return cache_room(share_bytes, free_bytes, weights_bytes, utilization)
+    memory = generation_memory(
+        config,
+        shape,
+        dims,
+        keys.max_num_seqs,
+        limit=None,
+        room=None,
+    )
     free_bytes = share_bytes - memory.weights
-    room_bytes = cache_room(share_bytes, free_bytes, memory.weights, keys.gpu_memory_utilization)
+    room_bytes = cache_room(share_bytes, free_bytes, memory.weights, utilization)
     length = config.tokens_of_longest_row
     # One block more for each sequence, because vLLM keeps one block for itself.
-    tokens_in_blocks = _BLOCK_TOKENS * (math.ceil(length / _BLOCK_TOKENS) + 1)
+    num_blocks = math.ceil(length / _BLOCK_TOKENS) + 1
+    tokens_in_blocks = _BLOCK_TOKENS * num_blocks
     wanted_bytes = memory.kv_cache * tokens_in_blocks // length
     least_bytes = wanted_bytes // keys.max_num_seqs
     if room_bytes < least_bytes:
-        key = f"actor_rollout_ref.rollout.gpu_memory_utilization={keys.gpu_memory_utilization:g}"
+        key = f"actor_rollout_ref.rollout.gpu_memory_utilization={utilization:g}"
         raise ConfigError(
             f"{key}: {show_bytes(room_bytes)} of the pool's {show_bytes(share_bytes)} remain for "
             f"vLLM's KV cache, and one sequence needs {show_bytes(least_bytes)}; raise it"
@@ -139,10 +161,12 @@ def _shared_port(context: WorkerContext) -> int:
     """A free port of this node, the same on all ranks of a tensor-parallel group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = torch.tensor(free.getsockname()[1], device=context.device)
+        _, number = free.getsockname()
+        port = torch.tensor(number, device=context.device)
+        group = TensorParallel.over_neighbours(context.dims.tp)
         # The socket stays open until all ranks know the port, so that two groups of a node do not
         # get the same one.
-        return int(TensorParallel.over_neighbours(context.dims.tp).first(port))
+        return int(group.first(port))
 
 
 class VllmEngine(StreamedEngine):
@@ -152,7 +176,12 @@ class VllmEngine(StreamedEngine):
     device, `model` is on that GPU while they arrive, and takes no memory at other times.
     """
 
-    def __init__(self, client: VllmClient, model: nn.Module, gpu: str | None = None) -> None:
+    def __init__(
+        self,
+        client: VllmClient,
+        model: nn.Module,
+        gpu: str | None = None,
+    ) -> None:
         super().__init__(model if gpu is None else model.to("meta"))
         self._client = client
         self._gpu = gpu
@@ -177,7 +206,10 @@ class VllmEngine(StreamedEngine):
 
     @contextmanager
     def session(
-        self, sampling: Sampling, num_requests: int = 0, max_tokens: int = 0
+        self,
+        sampling: Sampling,
+        num_requests: int = 0,
+        max_tokens: int = 0,
     ) -> Iterator["_Session"]:
         """Requests join and leave between decode steps. vLLM itself keeps the tokens of earlier
         turns."""
@@ -190,7 +222,9 @@ class VllmEngine(StreamedEngine):
                 self.ask("abort", list(session.running))
 
     def update_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        version: int | None,
     ) -> Receipt | None:
         if self._gpu is not None and self._arriving is None:
             self.model.to_empty(device=self._gpu)
@@ -213,9 +247,8 @@ class VllmEngine(StreamedEngine):
             got = self._send_file(weights)
         else:
             got = self._send_handles(weights, self._gpu)
-        differences = list(
-            differences_between(sent, {key: Digest(*one) for key, one in got.items()})
-        )
+        received = {name: Digest(*plain) for name, plain in got.items()}
+        differences = list(differences_between(sent, received))
         if differences:
             raise WeightsDifferError(
                 "weights changed on their way to the process of vLLM: "
@@ -223,7 +256,9 @@ class VllmEngine(StreamedEngine):
             )
 
     def _digests_of(
-        self, weights: Mapping[str, Tensor], digests: Mapping[str, Digest]
+        self,
+        weights: Mapping[str, Tensor],
+        digests: Mapping[str, Digest],
     ) -> dict[str, Digest]:
         """The digests of weights under the names in files. Most weights are the model's own, whose
         digests are known."""
@@ -232,8 +267,9 @@ class VllmEngine(StreamedEngine):
         converted: dict[str, Tensor] = {}
         for name, weight in weights.items():
             is_own = name in own and own[name].data_ptr() == weight.data_ptr()
-            if is_own and name in digests and digests[name].dtype == _dtype_name(weight):
-                known[name] = digests[name]
+            digest = digests.get(name) if is_own else None
+            if digest is not None and digest.dtype == _dtype_name(weight):
+                known[name] = digest
             else:
                 converted[name] = weight
         return known | digests_of(converted.items())
@@ -253,7 +289,10 @@ class VllmEngine(StreamedEngine):
         # torch keeps memory until each of its handles was opened and closed exactly once. The
         # process opens it twice, for vLLM and for the digests, so it gets two handles.
         for_vllm = {name: _handle_of(weight, uuid) for name, weight in weights.items()}
-        for_digests = {name: _handle_of(weight, uuid)[-1] for name, weight in weights.items()}
+        for_digests = {}
+        for name, weight in weights.items():
+            _, _, handle = _handle_of(weight, uuid)
+            for_digests[name] = handle
         digests: PlainDigests = self.ask("update_by_handles", for_vllm, for_digests)
         return digests
 
@@ -274,8 +313,13 @@ class _Session:
     def __init__(self, engine: VllmEngine, sampling: Sampling) -> None:
         self._engine = engine
         self._sampling = sampling
-        self._stops = [] if sampling.ignore_eos else list(sampling.stop_token_ids)
-        self._settings: dict[str, object] = {"temperature": 0.0, "stop_token_ids": self._stops}
+        self._stops: list[int] = []
+        if not sampling.ignore_eos:
+            self._stops = list(sampling.stop_token_ids)
+        self._settings: dict[str, object] = {
+            "temperature": 0.0,
+            "stop_token_ids": self._stops,
+        }
         if not sampling.is_greedy:
             self._settings["temperature"] = sampling.temperature
             self._settings["top_p"] = sampling.top_p
@@ -287,8 +331,11 @@ class _Session:
         numbers = list(islice(self._engine.numbers, len(requests)))
         messages = []
         for number, request in zip(numbers, requests, strict=True):
-            max_tokens = request.num_new(self._sampling)
-            settings = {**self._settings, "seed": request.seed, "max_tokens": max_tokens}
+            settings = {
+                **self._settings,
+                "seed": request.seed,
+                "max_tokens": request.num_new(self._sampling),
+            }
             # Python's own numbers, because the other environment may have another numpy.
             token_ids = [int(token) for token in request.token_ids]
             messages.append((number, token_ids, settings))
@@ -299,10 +346,11 @@ class _Session:
     def step(self) -> list[tuple[int, Completion]]:
         ended = self._engine.ask("run", _STEPS_AT_ONCE)
         self.running.difference_update(number for number, _, _ in ended)
-        return [
-            (number, self._engine.completion(tokens, log_probs, self._stops))
-            for number, tokens, log_probs in ended
-        ]
+        completions: list[tuple[int, Completion]] = []
+        for number, tokens, log_probs in ended:
+            completion = self._engine.completion(tokens, log_probs, self._stops)
+            completions.append((number, completion))
+        return completions
 
 
 def file_weights(model: HfModule) -> dict[str, Tensor]:

@@ -40,7 +40,13 @@ Handle = dict[str, tuple[object, ...]]
 class Server:
     """The calls that can be made."""
 
-    def start(self, arguments: dict[str, object], rank: int, size: int, port: int) -> None:
+    def start(
+        self,
+        arguments: dict[str, object],
+        rank: int,
+        size: int,
+        port: int,
+    ) -> None:
         """The first call. The others need what it makes."""
 
         class OneOfGroup(ExecutorWithExternalLauncher):  # type: ignore[misc]  # mypy cannot see the base
@@ -51,7 +57,9 @@ class Server:
 
         executor: object = OneOfGroup if size > 1 else "uni"
         self._llm = LLM(
-            **arguments, tensor_parallel_size=size, distributed_executor_backend=executor
+            **arguments,
+            tensor_parallel_size=size,
+            distributed_executor_backend=executor,
         )
         # All ranks have opened this shared memory, and nobody could remove it after a kill.
         for memory in Path("/dev/shm").glob(f"{port}-*-cpushm_*"):
@@ -70,9 +78,10 @@ class Server:
             "ignore_eos": True,
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
-        for number, prompt, settings in requests:
+        for number, token_ids, settings in requests:
             params = SamplingParams(**{**common, **settings})
-            self._engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+            prompt = {"prompt_token_ids": token_ids}
+            self._engine.add_request(str(number), prompt, params)
 
     def run(self, num_steps: int) -> list[tuple[int, list[int], list[float]]]:
         """Decode so many times. Returns number, tokens and log-probs of the requests that have
@@ -86,8 +95,8 @@ class Server:
                 tokens = list(sample.token_ids)
                 log_probs = []
                 if sample.logprobs is not None:
-                    entries = zip(tokens, sample.logprobs, strict=True)
-                    log_probs = [entry[token].logprob for token, entry in entries]
+                    for token, entry in zip(tokens, sample.logprobs, strict=True):
+                        log_probs.append(entry[token].logprob)
                 ended.append((int(output.request_id), tokens, log_probs))
         return ended
 
@@ -180,7 +189,8 @@ def _digests_of(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> PlainDiges
 @functools.cache
 def _load_digests() -> ModuleType:
     """rolepool's module `digests`, which needs nothing else of rolepool."""
-    file = Path(__file__).parents[1] / "weights" / "digests.py"
+    package = Path(__file__).parents[1]
+    file = package / "weights" / "digests.py"
     spec = importlib.util.spec_from_file_location("rolepool_digests", file)
     assert spec is not None
     assert spec.loader is not None
@@ -209,7 +219,9 @@ def main() -> None:
         except EOFError:  # the engine has ended
             os._exit(0)
         try:
-            connection.send((getattr(server, name)(*arguments), None))
+            call = getattr(server, name)
+            answer = call(*arguments)
+            connection.send((answer, None))
         except Exception as error:
             details = "".join(traceback.format_exception(error))
             if name == "start":
