@@ -1,34 +1,64 @@
-"""A number that changes with every bit of a tensor.
+"""A number that changes with every bit of a tensor, and that adds up over the parts of a tensor.
 
-The bytes of a tensor are read as 32-bit integers. Each of them is multiplied by an odd 64-bit number
-that depends on its position, and the products are added modulo 2**64. So
+A tensor is read as a matrix: its rows are the first dimension, and its columns are all others. The
+bytes of each row are read as signed 32-bit words (little-endian), and a row that ends within a word is
+filled up with zeros. Each word is multiplied by an odd 64-bit factor of its row and by one of its
+place in the row, and the products are added modulo 2**64. So
 
-- two different values at one position never give the same digest, because an odd factor has an
-  inverse modulo 2**64;
-- changes at several positions, such as two values that change places, give the same digest with a
-  probability of about 2**-32;
+- the digest of a part, with the factors of its place in the whole, is the part's share of the sum,
+  and the digests of disjoint parts that cover a tensor add up to that of the tensor. If two parts
+  share a word, each reads it with zeros in place of the other's bytes, and both words add up to the
+  whole one;
 - the order of the additions has no effect, so that a CPU and a GPU compute the same number.
 
-It finds damage and stale weights. It does not protect from somebody who wants to deceive it.
+How probable it is that other contents have the same digest, if the factors are random odd numbers:
+
+- Two different values at one position: impossible, because odd factors have inverses modulo 2**64.
+- Changes of which at least one is the only one in its row or in its column: at most 2**-32. Two
+  changes are always such changes, also within one row or one column.
+- Any other changes, such as two rows that changed places: at most about 2**-27. A factor is that of a
+  row times that of a column, so the changes +d, -d, -d, +d at the corners of a rectangle give
+  d (row - row') (column - column'). Differences of odd numbers are even, and may have more factors 2.
+
+These are the worst cases: all changes are multiples of 2**31, such as signs that flip. If all of them
+are multiples of 2**16 (the upper of two 16-bit numbers in each word), the bounds are 2**-47 and
+2**-41, and if one of them is odd, 2**-63 and 2**-57.
+
+It finds damage, stale weights and rows in the wrong place. It does not protect from somebody who
+wants to deceive it.
 
 Imports only torch and the standard library, because the process of vLLM, whose Python environment
-does not have rolepool, loads this file by its path.
+does not have rolepool, loads this file by its path. On a GPU it also loads `digest_kernels`, which
+lies beside it, if there is Triton.
 """
 
 import functools
-from collections.abc import Iterable
+import importlib.util
+import math
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-ROW_WORDS = 4096
-"""The number of words that are added up first. The factor of a position is that of its row times
-that of its place in the row."""
-CHUNK_ROWS = {"cpu": 64, "cuda": 1024}
-"""The number of rows that are multiplied at a time, by the type of the device. The products take
-twice the memory of the rows: 2 MiB, so that they stay in the cache of a CPU, and 32 MiB on a GPU."""
+Interval = tuple[int, int]
+"""A first number, and the one after the last."""
+CHUNK_WORDS = {"cpu": 2**18, "cuda": 2**22}
+"""The number of words that are multiplied at a time, by the type of the device. The products take
+twice the memory of the words: 2 MiB on a CPU, and 32 MiB on a GPU."""
+MAX_TABLE = 2**20
+"""The most factors that are kept, 8 MiB. Those of later rows and places are computed each time."""
+_MIN_TABLE = 4096
+_MAX_NARROW_WORDS = 2
+"""Rows with so few words are added up column by column, because each row would cost a loop."""
 _WORD_BYTES = 4
+_UNITS = {1: torch.int8, 2: torch.int16}
+"""Types of the parts of words, by the bytes of an element. Longer elements are one or more words."""
 _WHOLE = 2**64
 _PLACES, _ROWS = 1, 2
 """The seeds of the factors of places and of rows."""
@@ -44,32 +74,60 @@ class Digest(NamedTuple):
 
 class Digests:
     """The digests of named tensors. Each of them stays on the device of its tensor until all of
-    them are read, so that the host does not wait for a GPU after each tensor."""
+    them are read, so that the host does not wait for a GPU after each tensor.
 
-    def __init__(self) -> None:
+    `uses_triton` is for comparisons. Without Triton, a GPU computes with torch's operations."""
+
+    def __init__(self, uses_triton: bool = True) -> None:
         self._kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._numbers: dict[str, Tensor] = {}
+        self._numbers: dict[str, list[Tensor]] = {}
+        self._uses_triton = uses_triton
 
     def add(self, name: str, tensor: Tensor, device: torch.device | None = None) -> None:
         """Compute the digest of a tensor, on its device, or on another one, to which it is copied in
         chunks."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._kinds[name] = (dtype, tuple(tensor.shape))
-        self._numbers[name] = weighted_sum(tensor, tensor.device if device is None else device)
+        shape = tuple(tensor.shape)
+        num_rows, num_columns = _matrix_shape(shape)
+        self._kinds.pop(name, None)
+        self._numbers.pop(name, None)
+        self.add_part(name, tensor, ((0, num_rows), (0, num_columns)), shape, device)
+
+    def add_part(
+        self,
+        name: str,
+        part: Tensor,
+        region: tuple[Interval, Interval],
+        whole_shape: Sequence[int],
+        device: torch.device | None = None,
+    ) -> None:
+        """Add the digest of a part to that of its tensor. `region` has the rows and columns of the
+        tensor's matrix that the part has (`regions.Region`). Parts must not overlap."""
+        dtype = str(part.dtype).removeprefix("torch.")
+        kind = (dtype, tuple(whole_shape))
+        _check_kind(name, self._kinds.setdefault(name, kind), kind)
+        _check_region(name, part, region, kind[1])
+        number = weighted_sum(
+            part, region, part.device if device is None else device, self._uses_triton
+        )
+        self._numbers.setdefault(name, []).append(number)
 
     def read(self) -> dict[str, Digest]:
         """All digests by name. Waits for the devices once."""
+        tensors_on: dict[torch.device, list[Tensor]] = {}
         names_on: dict[torch.device, list[str]] = {}
-        for name, number in self._numbers.items():
-            names_on.setdefault(number.device, []).append(name)
-        numbers: dict[str, int] = {}
-        for names in names_on.values():
-            here = torch.stack([self._numbers[name] for name in names])
-            numbers.update(zip(names, here.tolist(), strict=True))
+        for name, numbers in self._numbers.items():
+            for number in numbers:
+                tensors_on.setdefault(number.device, []).append(number)
+                names_on.setdefault(number.device, []).append(name)
+        totals = dict.fromkeys(self._kinds, 0)
+        for device, tensors in tensors_on.items():
+            here = torch.stack(tensors).tolist()
+            for name, number in zip(names_on[device], here, strict=True):
+                totals[name] += number
         digests: dict[str, Digest] = {}
         for name, (dtype, shape) in self._kinds.items():
             # Python shows a negative number with a sign, which looks odd in a hexadecimal number.
-            digests[name] = Digest(dtype, shape, numbers[name] % _WHOLE)
+            digests[name] = Digest(dtype, shape, totals[name] % _WHOLE)
         return digests
 
 
@@ -81,67 +139,273 @@ def digests_of(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Digest]
     return digests.read()
 
 
+def sum_of(receipts: Iterable[Mapping[str, Digest]]) -> dict[str, Digest]:
+    """The digests of whole tensors from those of their parts, which several ranks have. A rank may
+    lack a name."""
+    sums: dict[str, Digest] = {}
+    for digests in receipts:
+        for name, digest in digests.items():
+            so_far = sums.get(name)
+            if so_far is None:
+                sums[name] = digest
+                continue
+            _check_kind(name, so_far[:2], digest[:2])
+            number = (so_far.number + digest.number) % _WHOLE
+            sums[name] = digest._replace(number=number)
+    return sums
+
+
+def _check_kind(
+    name: str, expected: tuple[str, tuple[int, ...]], kind: tuple[str, tuple[int, ...]]
+) -> None:
+    if kind != expected:
+        dtype, shape = kind
+        other_dtype, other_shape = expected
+        raise ValueError(
+            f"{name}: one part is of {dtype} {list(shape)}, and another one of "
+            f"{other_dtype} {list(other_shape)}; all parts of a weight must have one dtype and "
+            "name the shape of the same whole"
+        )
+
+
+def _check_region(
+    name: str, part: Tensor, region: tuple[Interval, Interval], whole_shape: tuple[int, ...]
+) -> None:
+    """Raise ValueError if the part does not have the size of its region, or if the region is not in
+    the whole."""
+    num_elements = 1
+    for (first, last), size in zip(region, _matrix_shape(whole_shape), strict=True):
+        if not 0 <= first <= last <= size:
+            raise ValueError(
+                f"{name}: rows and columns {tuple(region)} are not a part of {list(whole_shape)}"
+            )
+        num_elements *= last - first
+    if part.numel() != num_elements:
+        raise ValueError(
+            f"{name}: a part of shape {list(part.shape)} cannot be rows and columns "
+            f"{tuple(region)} of {list(whole_shape)}, which have {num_elements} elements"
+        )
+
+
+# Weighted sums
+
+
 @torch.no_grad()
-def weighted_sum(tensor: Tensor, device: torch.device) -> Tensor:
-    """The digest of the bytes of a tensor, as a 64-bit integer on a device."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    words, tail = _words_of(tensor.detach())
-    num_rows, num_left = divmod(words.numel(), ROW_WORDS)
-    factors_c = _factors(_PLACES, ROW_WORDS, device)
-    factors_r = _factors(_ROWS, num_rows + 2, device)
+def weighted_sum(
+    part: Tensor,
+    region: tuple[Interval, Interval],
+    device: torch.device,
+    uses_triton: bool = True,
+) -> Tensor:
+    """The digest of a part of a tensor, as a 64-bit integer on a device."""
+    if not part.numel():
+        return torch.zeros((), dtype=torch.int64, device=device)
+    (first_row, last_row), (first_column, last_column) = region
+    units = _units_of(part, last_row - first_row, last_column - first_column)
+    units_per_element = max(1, part.element_size() // _WORD_BYTES)
+    first_unit = first_column * units_per_element
 
-    chunk_rows = CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])
-    for first in range(0, num_rows, chunk_rows):
-        last = min(first + chunk_rows, num_rows)
-        chunk_rc = words[first * ROW_WORDS : last * ROW_WORDS].view(-1, ROW_WORDS)
-        sums_r = (chunk_rc.to(device) * factors_c).sum(dim=1)
-        total += (sums_r * factors_r[first:last]).sum()
-
-    # The last row, which is shorter than the others, and a word with the last one to three bytes.
-    if num_left:
-        left_c = words[num_rows * ROW_WORDS :].to(device)
-        total += (left_c * factors_c[:num_left]).sum() * factors_r[num_rows]
-    if tail is not None:
-        total += tail.to(device) * factors_r[num_rows + 1]
-    return total
+    kernels = _kernels() if uses_triton and device.type == "cuda" else None
+    if kernels is not None:
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        for row, unit, block in _blocks(units, device, reads_in_place=units.device == device):
+            _add_with_kernel(kernels, total, block.to(device), first_row + row, first_unit + unit)
+        return total
+    sums: list[Tensor] = []
+    for row, unit, block in _blocks(units, device, reads_in_place=False):
+        sums.append(_sum_of_block(block.to(device), first_row + row, first_unit + unit))
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
-def _words_of(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The bytes of a tensor as 32-bit words, and the bytes after the last whole word as one more."""
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    if flat.storage_offset() % _WORD_BYTES:
-        flat = flat.clone()  # words must begin at a multiple of their size
-    num_words = flat.numel() // _WORD_BYTES
-    words = flat[: num_words * _WORD_BYTES].view(torch.int32)
-    left = flat[num_words * _WORD_BYTES :]
-    if not len(left):
-        return words, None
-    padded = flat.new_zeros(_WORD_BYTES)
-    padded[: len(left)] = left
-    return words, padded.view(torch.int32)[0]
+def _blocks(
+    units: Tensor, device: torch.device, reads_in_place: bool
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Divide a matrix into blocks whose copies and factors take little memory: the first row and
+    the first unit of each, and the block."""
+    num_rows, num_columns = units.shape
+    if reads_in_place:
+        rows_at_a_time = MAX_TABLE
+        columns_at_a_time = MAX_TABLE
+    else:
+        chunk_words = CHUNK_WORDS.get(device.type, CHUNK_WORDS["cuda"])
+        columns_at_a_time = min(num_columns, chunk_words)
+        words_per_row = math.ceil(columns_at_a_time * units.element_size() / _WORD_BYTES)
+        rows_at_a_time = chunk_words // words_per_row
+    if num_rows <= rows_at_a_time and num_columns <= columns_at_a_time:
+        yield 0, 0, units  # most weights of small models: slices would take longer than the sum
+        return
+    for column in range(0, num_columns, columns_at_a_time):
+        for row in range(0, num_rows, rows_at_a_time):
+            rows = slice(row, row + rows_at_a_time)
+            columns = slice(column, column + columns_at_a_time)
+            yield row, column, units[rows, columns]
+
+
+def _add_with_kernel(
+    kernels: ModuleType, total: Tensor, units: Tensor, first_row: int, first_unit: int
+) -> None:
+    if _begins_and_ends_with_words(units, first_unit):
+        first_unit //= _WORD_BYTES // units.element_size()
+        units = units.view(torch.int32)
+    units_per_word = _WORD_BYTES // units.element_size()
+    first_word, front = divmod(first_unit, units_per_word)
+    num_rows, num_columns = units.shape
+    num_words = math.ceil((front + num_columns) / units_per_word)
+    row_factors = _factors(_ROWS, first_row, num_rows, total.device)
+    word_factors = _factors(_PLACES, first_word, num_words, total.device)
+    kernels.add_weighted_sum(total, units, row_factors, word_factors, front)
+
+
+def _sum_of_block(units: Tensor, first_row: int, first_unit: int) -> Tensor:
+    """The weighted sum of a block, with torch's operations."""
+    words = _words_of(units, first_unit)
+    num_rows, num_words = words.shape
+    first_word = first_unit * units.element_size() // _WORD_BYTES
+    row_factors = _factors(_ROWS, first_row, num_rows, units.device)
+    word_factors = _factors(_PLACES, first_word, num_words, units.device)
+    if num_words <= _MAX_NARROW_WORDS:
+        words = words.T
+        row_factors, word_factors = word_factors, row_factors
+    if words.device.type != "cpu":
+        return ((words * word_factors).sum(dim=1) * row_factors).sum()
+    # A product of a matrix and a vector reads the words once, but has no mixed types. Only a CPU
+    # has one of 64-bit integers.
+    words_64 = _scratch("words", torch.int64, words.numel()).view(words.shape)
+    words_64.copy_(words)
+    sums = _scratch("sums", torch.int64, len(words))
+    torch.mv(words_64, word_factors, out=sums)
+    return torch.dot(sums, row_factors)
+
+
+# Words
+
+
+def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The numbers of rows and columns of a tensor that is read as a matrix."""
+    if not shape:
+        return 1, 1
+    return shape[0], math.prod(shape[1:])
+
+
+def _units_of(tensor: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """A tensor as a matrix of 8, 16 or 32-bit integers. It is not copied if the elements of its
+    rows are neighbours in memory."""
+    matrix = tensor.detach().reshape(num_rows, num_columns)
+    if num_columns == 1:
+        # Its stride along the row has no meaning, and may be one that views do not accept.
+        matrix = matrix[:, 0].unsqueeze(1)
+    elif matrix.stride(1) != 1:
+        matrix = matrix.contiguous()
+    return matrix.view(_UNITS.get(tensor.element_size(), torch.int32))
+
+
+def _begins_and_ends_with_words(units: Tensor, first_unit: int) -> bool:
+    """Whether the rows of a part can be read as whole words where they lie."""
+    units_per_word = _WORD_BYTES // units.element_size()
+    in_row = (first_unit | units.shape[1]) % units_per_word == 0
+    in_memory = (units.stride(0) | units.storage_offset()) % units_per_word == 0
+    return in_row and in_memory and units.data_ptr() % _WORD_BYTES == 0
+
+
+def _words_of(units: Tensor, first_unit: int) -> Tensor:
+    """The rows as words. Rows that begin or end within a word are copied, and filled up with
+    zeros."""
+    if units.dtype == torch.int32:
+        return units
+    if _begins_and_ends_with_words(units, first_unit):
+        return units.view(torch.int32)
+    units_per_word = _WORD_BYTES // units.element_size()
+    front = first_unit % units_per_word
+    num_rows, num_columns = units.shape
+    if num_columns == 1:
+        return _words_with_one_unit(units, front)
+    num_words = math.ceil((front + num_columns) / units_per_word)
+    shape = (num_rows, num_words * units_per_word)
+    if units.device.type == "cpu":
+        padded = _scratch("padded", units.dtype, math.prod(shape)).view(shape)
+        padded.zero_()
+    else:
+        padded = units.new_zeros(shape)
+    padded[:, front : front + num_columns].copy_(units)
+    return padded.view(torch.int32)
+
+
+def _words_with_one_unit(units: Tensor, place: int) -> Tensor:
+    """Words that are zero except for one unit, as those of a vector: faster than filling up rows."""
+    bits = 8 * units.element_size()
+    words = units.to(torch.int32)
+    is_highest = (place + 1) * bits == 8 * _WORD_BYTES
+    if not is_highest:
+        words &= (1 << bits) - 1  # only the highest unit carries the sign of its word
+    return words << (place * bits) if place else words
+
+
+class _Buffers(threading.local):
+    """Memory of a thread that is used for one chunk after another. New memory for each chunk would
+    cost more than the arithmetic, because the system clears its pages."""
+
+    def __init__(self) -> None:
+        self.by_use: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+_buffers = _Buffers()
+
+
+def _scratch(use: str, dtype: torch.dtype, size: int) -> Tensor:
+    """Memory on the CPU that keeps its contents until the next call for the same use."""
+    buffer = _buffers.by_use.get((use, dtype))
+    if buffer is None or len(buffer) < size:
+        # A tensor that was made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            buffer = torch.empty(size, dtype=dtype, device="cpu")
+        _buffers.by_use[use, dtype] = buffer
+    return buffer[:size]
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """The module `digest_kernels`, or None without Triton or the C compiler that Triton needs. It is
+    loaded by its path in every process, because that of vLLM cannot import it by its name."""
+    has_compiler = "CC" in os.environ or any(map(shutil.which, ("cc", "gcc", "clang")))
+    if importlib.util.find_spec("triton") is None or not has_compiler:
+        return None
+    file = Path(__file__).with_name("digest_kernels.py")
+    spec = importlib.util.spec_from_file_location("rolepool_digest_kernels", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # Factors
 
 
 @functools.cache
-def _table(seed: int, device: torch.device, size: int) -> Tensor:
-    return _odd_numbers(seed, size).to(device)
+def _table(seed: int, size: int, device: torch.device) -> Tensor:
+    # Computed on the CPU, because the copy is complete when it returns: a table may be read from
+    # another stream than that of its first use.
+    with torch.inference_mode(False):
+        return _odd_numbers(seed, 0, size, torch.device("cpu")).to(device)
 
 
-def _factors(seed: int, size: int, device: torch.device) -> Tensor:
-    """At least so many factors. Sizes are powers of two, so that few tables are kept."""
-    return _table(seed, device, max(ROW_WORDS, 1 << (size - 1).bit_length()))
+def _factors(seed: int, first: int, count: int, device: torch.device) -> Tensor:
+    """Some factors in their order. Sizes of tables are powers of two, so that few are kept."""
+    last = first + count
+    if last > MAX_TABLE:
+        return _odd_numbers(seed, first, count, device)
+    size = max(_MIN_TABLE, 1 << (last - 1).bit_length())
+    return _table(seed, size, device)[first:last]
 
 
-def _odd_numbers(seed: int, size: int) -> Tensor:
-    """Odd 64-bit numbers that look random. A table is the beginning of every longer one.
+def _odd_numbers(seed: int, first: int, count: int, device: torch.device) -> Tensor:
+    """Odd 64-bit numbers that look random: those after the first so many of the sequence of a seed.
 
     This is splitmix64, written out because torch's own generators may change with its version, and
     the process of vLLM has another one.
     """
-    bits = torch.arange(size, dtype=torch.int64) + (seed << 40)
-    bits = bits * _signed(0x9E3779B97F4A7C15)
+    places = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    bits = (places + (seed << 40)) * _signed(0x9E3779B97F4A7C15)
     bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
     bits = (bits ^ _shifted(bits, 27)) * _signed(0x94D049BB133111EB)
     return (bits ^ _shifted(bits, 31)) | 1
