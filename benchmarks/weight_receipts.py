@@ -3,11 +3,15 @@
     python benchmarks/weight_receipts.py [--device cpu] [--shape recipes/shapes/qwen2-tiny]
     python benchmarks/weight_receipts.py --device cuda --shape recipes/shapes/qwen2.5-0.5b
 
-Prints the time of the digest of single tensors of several sizes; of all weights of a model, tensor
-by tensor, as a transfer computes it; of a transfer from a model in training to an engine's model in
+Prints the time of the digest of single tensors of several sizes, and of parts of one; of all weights
+of a model, tensor by tensor, as a transfer computes it; of a transfer from a model in training to an engine's model in
 the same process, with receipts on both sides and as plain copies; and of one update of the model on
 `--tokens` tokens. Medians of `--repeats` rounds after one that warms up. `--json FILE` writes the
 numbers to a file.
+
+On a GPU the digests of single tensors are also computed with torch's operations, which take the place
+of the Triton kernel where there is no Triton, and the time of a copy of the tensor is printed, which
+reads and writes it once.
 
 It also computes digests of the same tensors on the CPU, and fails if they differ.
 """
@@ -34,10 +38,15 @@ from rolepool.placement import ParallelDims
 from rolepool.rollout.engine import StreamedEngine
 from rolepool.weights.digests import Digests, digests_of
 from rolepool.weights.receipts import Receipt, check_receipt
+from rolepool.weights.regions import Region
 
 ROOT = Path(__file__).parent.parent
 MB = 10**6
 SIZES_MB = (0.01, 0.1, 1.0, 10.0, 100.0)
+GPU_SIZES_MB = (*SIZES_MB, 1000.0)
+ROW_ELEMENTS = 1000
+PART_SHAPE = (5000, 10_000)
+"""The shape of the tensor of which parts are read, in elements of two bytes."""
 ROW_TOKENS = 512
 CHECKED_TENSORS = 20
 
@@ -96,6 +105,65 @@ def digest_all(weights: dict[str, Tensor]) -> None:
     digests.read()
 
 
+def add_all(digests: Digests, tensor: Tensor) -> None:
+    digests.add("", tensor)
+    digests.read()
+
+
+def measure_sizes(device: str, repeats: int) -> dict[str, dict[str, float]]:
+    """Microseconds per MB of single matrices, by what is done with them and by their size."""
+    sizes_mb = GPU_SIZES_MB if device == "cuda" else SIZES_MB
+    columns = ["digest"]
+    if device == "cuda":
+        columns += ["torch's operations", "copy"]
+    print(f"digest of one bfloat16 matrix with rows of {ROW_ELEMENTS} on {device}, us/MB:")
+    print(f"  {'MB':>6} " + " ".join(f"{column:>18}" for column in columns))
+    by_action: dict[str, dict[str, float]] = {column: {} for column in columns}
+    for size_mb in sizes_mb:
+        num_rows = int(size_mb * MB / 2 / ROW_ELEMENTS)
+        tensor = torch.randn(num_rows, ROW_ELEMENTS, device=device).bfloat16()
+        actions: dict[str, Callable[[], object]] = {"digest": partial(digest_all, {"": tensor})}
+        if device == "cuda":
+            plain = Digests(uses_triton=False)
+            actions["torch's operations"] = partial(add_all, plain, tensor)
+            actions["copy"] = partial(torch.empty_like(tensor).copy_, tensor)
+        for action, act in actions.items():
+            taken_s = seconds(act, device, repeats)
+            by_action[action][f"{size_mb:g}"] = taken_s * 1e6 / size_mb
+        row = [by_action[action][f"{size_mb:g}"] for action in columns]
+        print(f"  {size_mb:6g} " + " ".join(f"{number:18.2f}" for number in row))
+    return by_action
+
+
+def measure_parts(device: str, repeats: int) -> dict[str, float]:
+    """Microseconds per MB of parts of a matrix that are read where they lie, and of a vector."""
+    num_rows, num_columns = PART_SHAPE
+    whole = torch.randn(*PART_SHAPE, device=device).bfloat16()
+    vector = torch.randn(10_000, device=device).bfloat16()
+    regions = {
+        "half of the rows": Region((0, num_rows // 2), (0, num_columns)),
+        "half of the columns": Region((0, num_rows), (num_columns // 2, num_columns)),
+        "the same from within a word": Region((0, num_rows), (num_columns // 2 + 1, num_columns)),
+    }
+    by_part: dict[str, float] = {}
+
+    def add_part(region: Region) -> None:
+        digests = Digests()
+        part = whole[slice(*region.rows), slice(*region.columns)]
+        digests.add_part("", part, region, whole.shape)
+        digests.read()
+
+    for name, region in regions.items():
+        taken_s = seconds(partial(add_part, region), device, repeats)
+        by_part[name] = taken_s * 1e6 / (2 * region.num_elements / MB)
+    vector_s = seconds(partial(digest_all, {"": vector}), device, repeats)
+    by_part["a vector of 10,000"] = vector_s * 1e6 / (vector.nbytes / MB)
+    print(f"parts of a bfloat16 matrix of {num_rows} x {num_columns}, and a vector, us/MB:")
+    for name, us_per_mb in by_part.items():
+        print(f"  {name:28} {us_per_mb:9.2f}")
+    return by_part
+
+
 class Transfer:
     """All weights of a model in training to the model of an engine."""
 
@@ -151,14 +219,10 @@ def main() -> None:
     torch.manual_seed(1)
     results: dict[str, Any] = {"device": device, "shape": options.shape.name}
 
-    print(f"digest of one tensor on {device}, bfloat16:")
-    by_size: dict[str, float] = {}
-    for size_mb in SIZES_MB:
-        tensor = torch.randn(int(size_mb * MB / 2), device=device).bfloat16()
-        taken_s = seconds(partial(digest_all, {"": tensor}), device, repeats)
-        by_size[f"{size_mb:g}"] = taken_s * 1e6 / size_mb
-        print(f"  {size_mb:6g} MB {taken_s * 1e6:10.0f} us {taken_s * 1e6 / size_mb:8.1f} us/MB")
-    results["us_per_mb_by_mb"] = by_size
+    by_action = measure_sizes(device, repeats)
+    results["us_per_mb_by_mb"] = by_action.pop("digest")
+    results["others_us_per_mb_by_mb"] = by_action
+    results["parts_us_per_mb"] = measure_parts(device, repeats)
 
     rollout_dtype = torch.float32 if device == "cpu" else torch.bfloat16
     trained = make_trained(make_model(options.shape, device, torch.float32), device)

@@ -1,40 +1,30 @@
-"""Digests, receipts, and the weights that a source gives: one wrong bit is found and named."""
+"""Receipts, and the weights that a source gives: one wrong bit is found and named."""
 
 from __future__ import annotations
 
 import re
-import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rolepool.models.training import FrozenModel
 from rolepool.models.weights import WeightSource
 from rolepool.placement import ParallelDims
-from rolepool.protocol.encoding import tensor_bytes
 from rolepool.rollout.engine import StreamedEngine
 from rolepool.rollout.tensor_parallel import Shard
 from rolepool.rollout.transformers_engine import TransformersEngine
 from rolepool.rollout.vllm_client import VllmClient
 from rolepool.rollout.vllm_engine import VllmEngine, start_vllm
 from rolepool.weights.channels import packed, unpacked
-from rolepool.weights.digests import CHUNK_ROWS, ROW_WORDS, Digest, digests_of
-from rolepool.weights.digests import _odd_numbers as odd_numbers
+from rolepool.weights.digests import digests_of
 from rolepool.weights.receipts import Receipt, WeightsDifferError, check_receipt
 from tiny_models import make_model, write_model
 from vllm_pythons import substitute_python
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
-
-
-def number_of(tensor: Tensor) -> int:
-    return digests_of([("weight", tensor)])["weight"].number
 
 
 def with_flipped_bit(tensor: Tensor, bit: int = 0) -> Tensor:
@@ -42,76 +32,6 @@ def with_flipped_bit(tensor: Tensor, bit: int = 0) -> Tensor:
     flat = tensor.detach().clone().contiguous().view(-1).view(torch.uint8)
     flat[bit // 8] ^= 1 << (bit % 8)
     return flat.view(tensor.dtype).view(tensor.shape)
-
-
-def by_hand(content: bytes) -> int:
-    """The digest of some bytes, as the module describes it, with Python's integers."""
-    factors_of_places = odd_numbers(1, ROW_WORDS).tolist()
-    factors_of_rows = odd_numbers(2, len(content) // (4 * ROW_WORDS) + 2).tolist()
-    num_words = len(content) // 4
-    total = 0
-    for position, (word,) in enumerate(struct.iter_unpack("<i", content[: 4 * num_words])):
-        row, place = divmod(position, ROW_WORDS)
-        total += word * factors_of_places[place] * factors_of_rows[row]
-    left = content[4 * num_words :]
-    if left:
-        word = int.from_bytes(left.ljust(4, b"\0"), "little", signed=True)
-        total += word * factors_of_rows[num_words // ROW_WORDS + 1]
-    return total % 2**64
-
-
-# Digests
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "size", [0, 1, 3, ROW_WORDS, ROW_WORDS + 1, ROW_WORDS * (CHUNK_ROWS["cpu"] + 2) + 7]
-)
-def test_a_digest_is_the_weighted_sum_that_the_module_describes(
-    dtype: torch.dtype, size: int
-) -> None:
-    torch.manual_seed(size)
-    tensor = (100 * torch.randn(size)).to(dtype)
-    assert number_of(tensor) == by_hand(tensor_bytes(tensor).tobytes())
-
-
-@given(data=st.data(), dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.uint8)))
-def test_every_flipped_bit_changes_the_digest(data: st.DataObject, dtype: torch.dtype) -> None:
-    size = data.draw(st.integers(1, 3 * ROW_WORDS))
-    tensor = torch.arange(size).to(dtype)
-    bit = data.draw(st.integers(0, 8 * tensor.nbytes - 1))
-    assert number_of(with_flipped_bit(tensor, bit)) != number_of(tensor)
-
-
-def test_two_signs_that_change_and_two_numbers_that_change_places_are_found() -> None:
-    """With 64-bit words, two flips of the highest bit would cancel each other."""
-    tensor = torch.randn(2 * ROW_WORDS)
-    before = number_of(tensor)
-    for first, second in ((1, 3), (1, ROW_WORDS + 1), (0, ROW_WORDS)):
-        signs = tensor.clone()
-        signs[[first, second]] *= -1
-        places = tensor.clone()
-        places[[first, second]] = tensor[[second, first]]
-        assert len({before, number_of(signs), number_of(places)}) == 3
-
-
-def test_a_view_has_the_digest_of_a_copy() -> None:
-    whole = torch.randn(9, 8).bfloat16()
-    for view in (whole[:, 2:5], whole.T, whole[1:], whole.view(-1)[1:]):
-        assert number_of(view) == number_of(view.clone())
-
-
-def test_factors_are_odd_and_do_not_depend_on_the_version_of_torch() -> None:
-    """The process of vLLM has another torch. These are the numbers of splitmix64."""
-    factors = odd_numbers(1, 3).tolist()
-    assert [factor % 2 for factor in factors] == [1, 1, 1]
-    assert odd_numbers(1, 100)[:3].tolist() == factors
-    mask = 2**64 - 1
-    for index, factor in enumerate(factors):
-        bits = (index + (1 << 40)) * 0x9E3779B97F4A7C15 & mask
-        bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & mask
-        bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & mask
-        assert factor % 2**64 == (bits ^ (bits >> 31)) | 1
 
 
 # Receipts
@@ -320,9 +240,3 @@ def test_the_process_of_vllm_hashes_what_it_reads(tmp_path: Path) -> None:
             engine.raise_if_not_ready()
     finally:
         engine.close()
-
-
-def test_digests_are_plain_data_and_compare_as_such() -> None:
-    digest = digests_of([("a", torch.ones(2, 3))])["a"]
-    assert Digest(*tuple(digest)) == digest
-    assert digest[:2] == ("float32", (2, 3))

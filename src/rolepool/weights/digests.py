@@ -104,11 +104,12 @@ class Digests:
         tensor's matrix that the part has (`regions.Region`). Parts must not overlap."""
         dtype = str(part.dtype).removeprefix("torch.")
         kind = (dtype, tuple(whole_shape))
-        _check_kind(name, self._kinds.setdefault(name, kind), kind)
+        _check_kind(name, self._kinds.get(name, kind), kind)
         _check_region(name, part, region, kind[1])
         number = weighted_sum(
             part, region, part.device if device is None else device, self._uses_triton
         )
+        self._kinds[name] = kind
         self._numbers.setdefault(name, []).append(number)
 
     def read(self) -> dict[str, Digest]:
@@ -302,9 +303,11 @@ def _units_of(tensor: Tensor, num_rows: int, num_columns: int) -> Tensor:
 def _begins_and_ends_with_words(units: Tensor, first_unit: int) -> bool:
     """Whether the rows of a part can be read as whole words where they lie."""
     units_per_word = _WORD_BYTES // units.element_size()
-    in_row = (first_unit | units.shape[1]) % units_per_word == 0
-    in_memory = (units.stride(0) | units.storage_offset()) % units_per_word == 0
-    return in_row and in_memory and units.data_ptr() % _WORD_BYTES == 0
+    if first_unit % units_per_word or units.shape[1] % units_per_word:
+        return False
+    if units.stride(0) % units_per_word or units.storage_offset() % units_per_word:
+        return False
+    return units.data_ptr() % _WORD_BYTES == 0
 
 
 def _words_of(units: Tensor, first_unit: int) -> Tensor:
