@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import subprocess
 import threading
@@ -265,6 +266,12 @@ def test_a_tensor_that_is_added_again_replaces_what_was_there() -> None:
     assert digests.read() == digests_of([("weight", torch.ones(2, 2))])
 
 
+def test_the_example_of_the_engines_page_is_right(root: Path) -> None:
+    page = (root / "docs" / "engines.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(import torch\n[^`]*add_part[^`]*)```", page)
+    exec(code, {})  # it is our own page, and ends with an assertion
+
+
 # Where tensors lie
 
 
@@ -288,7 +295,7 @@ def test_words_that_begin_anywhere_in_memory_are_read() -> None:
 
 def test_digests_can_be_computed_inside_and_outside_of_inference_mode() -> None:
     """vLLM computes in inference mode, and memory that is used again was allocated there."""
-    tensor = torch.randn(40, 3).bfloat16()
+    tensor = torch.randn(400, 101).bfloat16()  # needs memory for padding, words and sums
     expected = by_hand(tensor)
     numbers: list[int] = []
 

@@ -56,6 +56,8 @@ MAX_TABLE = 2**20
 _MIN_TABLE = 4096
 _MAX_NARROW_WORDS = 2
 """Rows with so few words are added up column by column, because each row would cost a loop."""
+_SMALL_WORDS = 2**13
+"""So few words need no scratch memory: the process has memory for them without asking the system."""
 _WORD_BYTES = 4
 _UNITS = {1: torch.int8, 2: torch.int16}
 """Types of the parts of words, by the bytes of an element. Longer elements are one or more words."""
@@ -271,6 +273,8 @@ def _sum_of_block(units: Tensor, first_row: int, first_unit: int) -> Tensor:
         return ((words * word_factors).sum(dim=1) * row_factors).sum()
     # A product of a matrix and a vector reads the words once, but has no mixed types. Only a CPU
     # has one of 64-bit integers.
+    if words.numel() <= _SMALL_WORDS:
+        return torch.dot(torch.mv(words.to(torch.int64), word_factors), row_factors)
     words_64 = _scratch("words", torch.int64, words.numel()).view(words.shape)
     words_64.copy_(words)
     sums = _scratch("sums", torch.int64, len(words))
