@@ -340,11 +340,8 @@ def _words_of(units: Tensor, first_unit: int) -> Tensor:
 def _words_with_one_unit(units: Tensor, place: int) -> Tensor:
     """Words that are zero except for one unit, as those of a vector: faster than filling up rows."""
     bits = 8 * units.element_size()
-    words = units.to(torch.int32)
-    is_highest = (place + 1) * bits == 8 * _WORD_BYTES
-    if not is_highest:
-        words &= (1 << bits) - 1  # only the highest unit carries the sign of its word
-    return words << (place * bits) if place else words
+    words = units.to(torch.int32) & ((1 << bits) - 1)
+    return words << (place * bits) if place else words  # the sign of the highest unit is shifted
 
 
 class _Buffers(threading.local):
@@ -392,8 +389,7 @@ def _kernels() -> ModuleType | None:
 def _table(seed: int, size: int, device: torch.device) -> Tensor:
     # Computed on the CPU, because the copy is complete when it returns: a table may be read from
     # another stream than that of its first use.
-    with torch.inference_mode(False):
-        return _odd_numbers(seed, 0, size, torch.device("cpu")).to(device)
+    return _odd_numbers(seed, 0, size, torch.device("cpu")).to(device)
 
 
 def _factors(seed: int, first: int, count: int, device: torch.device) -> Tensor:
