@@ -32,6 +32,8 @@ does not have rolepool, loads this file by its path. On a GPU it also loads `dig
 lies beside it, if there is Triton.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 import math
@@ -41,10 +43,13 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rolepool.weights.digest_kernels import Matrix
 
 Interval = tuple[int, int]
 """A first number, and the one after the last."""
@@ -58,6 +63,8 @@ _MAX_NARROW_WORDS = 2
 """Rows with so few words are added up column by column, because each row would cost a loop."""
 _SMALL_WORDS = 2**13
 """So few words need no scratch memory: the process has memory for them without asking the system."""
+_MAX_WAITING_BYTES = 2**27
+"""Parts on a GPU wait until there are so many bytes of them, and are then read by one launch."""
 _WORD_BYTES = 4
 _UNITS = {1: torch.int8, 2: torch.int16}
 """Types of the parts of words, by the bytes of an element. Longer elements are one or more words."""
@@ -74,20 +81,40 @@ class Digest(NamedTuple):
     number: int
 
 
+class _Part(NamedTuple):
+    """A part of a weight, on a GPU."""
+
+    number: int
+    """The number of its weight."""
+    units: Tensor
+    first_row: int
+    first_unit: int
+
+
 class Digests:
     """The digests of named tensors. Each of them stays on the device of its tensor until all of
     them are read, so that the host does not wait for a GPU after each tensor.
+
+    A GPU reads many parts at once, because launching a kernel for each would take longer than
+    reading it. So a part may be read later than it is added: until then it is kept, and must not be
+    changed.
 
     `uses_triton` is for comparisons. Without Triton, a GPU computes with torch's operations."""
 
     def __init__(self, uses_triton: bool = True) -> None:
         self._kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._numbers: dict[str, list[Tensor]] = {}
+        self._numbers: dict[str, int] = {}
+        """A number for each name; another one if the name is added again."""
+        self._num_numbers = 0
+        self._sums: list[tuple[list[int], Tensor]] = []
+        """The numbers of weights, and a sum for each of them."""
+        self._waiting: dict[torch.device, list[_Part]] = {}
+        self._waiting_bytes = 0
         self._uses_triton = uses_triton
 
     def add(self, name: str, tensor: Tensor, device: torch.device | None = None) -> None:
-        """Compute the digest of a tensor, on its device, or on another one, to which it is copied in
-        chunks."""
+        """Add the digest of a tensor. It is computed on its device, or on another one, to which it
+        is copied in chunks."""
         shape = tuple(tensor.shape)
         num_rows, num_columns = _matrix_shape(shape)
         self._kinds.pop(name, None)
@@ -108,29 +135,68 @@ class Digests:
         kind = (dtype, tuple(whole_shape))
         _check_kind(name, self._kinds.get(name, kind), kind)
         _check_region(name, part, region, kind[1])
-        number = weighted_sum(
-            part, region, part.device if device is None else device, self._uses_triton
-        )
         self._kinds[name] = kind
-        self._numbers.setdefault(name, []).append(number)
+        if name not in self._numbers:
+            self._numbers[name] = self._num_numbers
+            self._num_numbers += 1
+        number = self._numbers[name]
+        if device is None:
+            device = part.device
+        if self._can_wait(part, region, device):
+            self._wait(number, part, region)
+        else:
+            total = weighted_sum(part, region, device, self._uses_triton)
+            self._sums.append(([number], total.view(1)))
+
+    def _can_wait(
+        self, part: Tensor, region: tuple[Interval, Interval], device: torch.device
+    ) -> bool:
+        """Whether the part is read together with others: on a GPU, where it lies, with factors that
+        are in the tables."""
+        if device.type != "cuda" or part.device != device or not part.numel():
+            return False
+        (_, last_row), (_, last_column) = region
+        units_per_element = max(1, part.element_size() // _WORD_BYTES)
+        has_factors = last_row <= MAX_TABLE and last_column * units_per_element <= MAX_TABLE
+        return has_factors and self._uses_triton and _kernels() is not None
+
+    def _wait(self, number: int, part: Tensor, region: tuple[Interval, Interval]) -> None:
+        (first_row, last_row), (first_column, last_column) = region
+        units = _units_of(part, last_row - first_row, last_column - first_column)
+        units_per_element = max(1, part.element_size() // _WORD_BYTES)
+        first_unit = first_column * units_per_element
+        waiting = self._waiting.setdefault(part.device, [])
+        waiting.append(_Part(number, units, first_row, first_unit))
+        self._waiting_bytes += units.nbytes
+        if self._waiting_bytes > _MAX_WAITING_BYTES:
+            self._add_up_waiting()
+
+    def _add_up_waiting(self) -> None:
+        """Launch what waits, and let go of the tensors."""
+        for device, parts in self._waiting.items():
+            numbers = [part.number for part in parts]
+            self._sums.append((numbers, _sums_of_parts(parts, device)))
+        self._waiting.clear()
+        self._waiting_bytes = 0
 
     def read(self) -> dict[str, Digest]:
         """All digests by name. Waits for the devices once."""
-        tensors_on: dict[torch.device, list[Tensor]] = {}
-        names_on: dict[torch.device, list[str]] = {}
-        for name, numbers in self._numbers.items():
-            for number in numbers:
-                tensors_on.setdefault(number.device, []).append(number)
-                names_on.setdefault(number.device, []).append(name)
-        totals = dict.fromkeys(self._kinds, 0)
-        for device, tensors in tensors_on.items():
-            here = torch.stack(tensors).tolist()
-            for name, number in zip(names_on[device], here, strict=True):
-                totals[name] += number
+        self._add_up_waiting()
+        sums_on: dict[torch.device, list[Tensor]] = {}
+        numbers_on: dict[torch.device, list[int]] = {}
+        for numbers, sums in self._sums:
+            sums_on.setdefault(sums.device, []).append(sums)
+            numbers_on.setdefault(sums.device, []).extend(numbers)
+        totals = [0] * self._num_numbers
+        for device, vectors in sums_on.items():
+            here = torch.cat(vectors).tolist()
+            for number, total in zip(numbers_on[device], here, strict=True):
+                totals[number] += total
         digests: dict[str, Digest] = {}
         for name, (dtype, shape) in self._kinds.items():
+            total = totals[self._numbers[name]]
             # Python shows a negative number with a sign, which looks odd in a hexadecimal number.
-            digests[name] = Digest(dtype, shape, totals[name] % _WHOLE)
+            digests[name] = Digest(dtype, shape, total % _WHOLE)
         return digests
 
 
@@ -209,14 +275,14 @@ def weighted_sum(
     first_unit = first_column * units_per_element
 
     kernels = _kernels() if uses_triton and device.type == "cuda" else None
-    if kernels is not None:
-        total = torch.zeros((), dtype=torch.int64, device=device)
-        for row, unit, block in _blocks(units, device, reads_in_place=units.device == device):
-            _add_with_kernel(kernels, total, block.to(device), first_row + row, first_unit + unit)
-        return total
+    reads_in_place = kernels is not None and units.device == device
     sums: list[Tensor] = []
-    for row, unit, block in _blocks(units, device, reads_in_place=False):
-        sums.append(_sum_of_block(block.to(device), first_row + row, first_unit + unit))
+    for row, unit, block in _blocks(units, device, reads_in_place):
+        here = block.to(device)
+        if kernels is None:
+            sums.append(_sum_of_block(here, first_row + row, first_unit + unit))
+        else:
+            sums.append(_sum_with_kernel(kernels, here, first_row + row, first_unit + unit))
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
@@ -244,19 +310,51 @@ def _blocks(
             yield row, column, units[rows, columns]
 
 
-def _add_with_kernel(
-    kernels: ModuleType, total: Tensor, units: Tensor, first_row: int, first_unit: int
-) -> None:
+def _sum_with_kernel(kernels: ModuleType, units: Tensor, first_row: int, first_unit: int) -> Tensor:
+    """The weighted sum of a block, whose factors may be after those of the tables."""
+    matrix = _matrix_of(kernels, units, first_row, first_unit)
+    num_rows = len(units)
+    row_factors = _factors(_ROWS, first_row, num_rows, units.device)
+    word_factors = _factors(_PLACES, matrix.first_word, _num_words(matrix), units.device)
+    # Counted from the first factors of the block.
+    at_its_factors = matrix._replace(first_row=0, first_word=0)
+    sums: Tensor = kernels.weighted_sums([at_its_factors], row_factors, word_factors)
+    return sums[0]
+
+
+def _sums_of_parts(parts: Sequence[_Part], device: torch.device) -> Tensor:
+    """The weighted sums of parts on a GPU, whose factors are in the tables."""
+    kernels = _kernels()
+    assert kernels is not None
+    matrices: list[Matrix] = []
+    num_rows = 0
+    num_words = 0
+    for part in parts:
+        matrix = _matrix_of(kernels, part.units, part.first_row, part.first_unit)
+        matrices.append(matrix)
+        num_rows = max(num_rows, matrix.first_row + len(matrix.units))
+        num_words = max(num_words, matrix.first_word + _num_words(matrix))
+    row_factors = _factors(_ROWS, 0, num_rows, device)
+    word_factors = _factors(_PLACES, 0, num_words, device)
+    sums: Tensor = kernels.weighted_sums(matrices, row_factors, word_factors)
+    return sums
+
+
+def _matrix_of(kernels: ModuleType, units: Tensor, first_row: int, first_unit: int) -> Matrix:
+    """What the kernel reads: whole words, if the rows begin and end with words."""
     if _begins_and_ends_with_words(units, first_unit):
         first_unit //= _WORD_BYTES // units.element_size()
         units = units.view(torch.int32)
     units_per_word = _WORD_BYTES // units.element_size()
     first_word, front = divmod(first_unit, units_per_word)
-    num_rows, num_columns = units.shape
-    num_words = math.ceil((front + num_columns) / units_per_word)
-    row_factors = _factors(_ROWS, first_row, num_rows, total.device)
-    word_factors = _factors(_PLACES, first_word, num_words, total.device)
-    kernels.add_weighted_sum(total, units, row_factors, word_factors, front)
+    matrix: Matrix = kernels.Matrix(units, first_row, first_word, front)
+    return matrix
+
+
+def _num_words(matrix: Matrix) -> int:
+    """The words of a row in which the matrix has units."""
+    units_per_word = _WORD_BYTES // matrix.units.element_size()
+    return math.ceil((matrix.front + matrix.units.shape[1]) / units_per_word)
 
 
 def _sum_of_block(units: Tensor, first_row: int, first_unit: int) -> Tensor:
