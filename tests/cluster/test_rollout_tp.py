@@ -24,7 +24,7 @@ from rolepool.roles.setups import ActorSetup, RolloutSetup
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import build_roles
 from rolepool.trainer.step import ppo_step
-from rolepool.weights.channels import SameProcess, SharedMemory
+from rolepool.weights.channels import Channel, ProcessGroup, SameProcess, SharedMemory
 
 TOLERANCE = 1e-4
 PLACEMENTS = {
@@ -122,14 +122,25 @@ def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_bo
     assert distance(actor, old) > 10 * TOLERANCE, (
         "the update moved too little to tell old weights from new"
     )
-    for channel_class, rollout in zip((SameProcess, SharedMemory), rollouts, strict=True):
-        channel = channel_class(actor.with_blocking(False), rollout.with_blocking(False))
-        channel.send(1)
-        channel.check()
+    before = rollouts[1].generate_sequences(prompts, blocking=True)
+    assert distance(actor, before) > 10 * TOLERANCE
+    for channel_class, rollout in zip((SameProcess, ProcessGroup), rollouts, strict=True):
+        sync(channel_class, actor, rollout, 1)
     inside, across = (rollout.generate_sequences(prompts, blocking=True) for rollout in rollouts)
     assert distance(actor, inside) < TOLERANCE
     assert distance(actor, across) < TOLERANCE
     assert same_value(inside.batch["input_ids"], across.batch["input_ids"])
+    # The same weights on the other way change nothing.
+    sync(SharedMemory, actor, rollouts[1], 2)
+    again = rollouts[1].generate_sequences(prompts, blocking=True)
+    for column in ("input_ids", "rollout_log_probs"):
+        assert same_value(across.batch[column], again.batch[column])
+
+
+def sync(channel_class: type[Channel], actor: RoleProxy, rollout: RoleProxy, version: int) -> None:
+    channel = channel_class(actor.with_blocking(False), rollout.with_blocking(False))
+    channel.send(version)
+    channel.check()
 
 
 @pytest.mark.slow

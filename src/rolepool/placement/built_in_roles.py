@@ -93,6 +93,13 @@ def _rollout() -> RoleSpec:
             actor.method(lambda actor: actor.export_weights),
             actor.method(lambda actor: actor.sent_receipt),
             actor.method(lambda actor: actor.weight_specs),
+            worker.method(lambda rollout: rollout.receive_weights),
+            actor.method(lambda actor: actor.send_weights),
+            actor.method(lambda actor: actor.weights_to_send),
+            actor.method(lambda actor: actor.open_meeting),
+            # These two are methods of both roles.
+            worker.method(lambda rollout: rollout.join_transfers),
+            worker.method(lambda rollout: rollout.await_turn),
         ),
         color="#8C8C8C",
     )
