@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,14 @@ from rolepool.errors import DataError
 from rolepool.protocol.aborting import abort_all
 from rolepool.rollout.engine import StreamedEngine
 from rolepool.rollout.tensor_parallel import Shard
+from rolepool.weights.changes import (
+    apply_changes,
+    differences,
+    encoded_bytes,
+    find_changes,
+    is_sent_whole,
+    places_of_changes,
+)
 from rolepool.weights.digests import Digest, Digests, sum_of
 from rolepool.weights.group import TransferError
 from rolepool.weights.process_group import as_matrix, part_of
@@ -314,6 +323,97 @@ def test_an_engine_refuses_weights_that_are_not_its_own() -> None:
     del shapes[norm]
     with pytest.raises(DataError, match=f"1 of .* missing: {norm}"):
         engine.held_regions(shapes)
+
+
+# Only what changed
+
+
+def changed(weights: Mapping[str, Tensor], share: float, seed: int) -> dict[str, Tensor]:
+    """A copy in which about this share of the values has other bits. Some of them are equal numbers,
+    as 0 and -0, and some are no numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    copies: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        copy = weight.clone()
+        is_changed = torch.rand(weight.shape, generator=generator) < share
+        copy[is_changed] = -copy[is_changed]
+        if copy.is_floating_point() and share:
+            copy[torch.rand(weight.shape, generator=generator) < 0.02] = torch.nan
+        copies[name] = copy
+    return copies
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("trainer", [Trainer(1, 1), Trainer(4, 2)], ids=str)
+def test_what_changed_is_enough_to_have_every_bit(trainer: Trainer, dtype: torch.dtype) -> None:
+    weights = {
+        "rows": torch.randn(64, 40),
+        "columns": torch.randn(64, 40),
+        "norm": torch.randn(33),
+        "zeros": torch.zeros(64, 8),
+        "number": torch.randn(()),
+    }
+    weights = {name: weight.to(dtype) for name, weight in weights.items()}
+    engines = halves(weights)
+    layout = replace(make_layout(weights, trainer, engines), sends_changes=True)
+    models = empty_models(layout, weights)
+    sizes: list[int] = []
+    shares: list[int | None] = []
+    with ranks_of(layout, 2**12) as ranks:
+        for number, share in enumerate((0.0, 0.0, 0.02, 0.5, 0.02)):
+            before = weights
+            weights = changed(weights, share, seed=number)
+            sent, got = ranks.transfer(weights, models)
+            sizes.append(sum(one.num_bytes for one in sent))
+            num_changed = [one.num_changed for one in sent]
+            shares.append(None if None in num_changed else sum(num_changed))  # type: ignore[arg-type]
+            for engine, model in enumerate(models):
+                for name, part in held_parts(layout, weights, engine).items():
+                    assert torch.equal(bits(model[name]), bits(part)), name
+            digests = sum_of(one.digests for one in sent)
+            receipts = [Receipt(1, digest) for digest in got]
+            check_parts(Receipt(1, digests), receipts, engines, ["a", "b"])
+    assert shares[0] is None, "the first transfer compares nothing"
+    # The last transfer: what differs from the one before.
+    expected = 0
+    for name, weight in weights.items():
+        rows, old_rows = (as_matrix(one) for one in (weight, before[name]))
+        differs = bits(rows).view(rows.numel(), -1) != bits(old_rows).view(rows.numel(), -1)
+        expected += int(differs.any(dim=1).sum())
+    assert shares[1] == 0
+    assert shares[-1] == expected
+    assert sum(one.num_values for one in sent) == sum(one.numel() for one in weights.values())
+    whole = sizes[0]
+    assert sizes[1] == 0
+    assert 0 < sizes[2] < whole / 3
+    assert whole / 3 < sizes[3] <= whole
+
+
+@given(data=st.data())
+def test_changes_are_written_where_they_were_found(data: st.DataObject) -> None:
+    shape = (data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20)))
+    old = torch.randn(shape).bfloat16()
+    new = changed({"": old}, data.draw(st.floats(0, 0.4)), seed=1)[""]
+    piece = Piece(weight_of("weight", old), whole_region(shape))
+    counts, changes = find_changes({piece: (new, differences(new, old))})
+    count = counts[piece]
+    assert count == int((new.view(torch.int16) != old.view(torch.int16)).sum())
+    if piece not in changes:
+        assert count == 0 or is_sent_whole(piece, count)
+        return
+    content = torch.empty(encoded_bytes(piece, count), dtype=torch.uint8)
+    assert len(content) <= piece.num_bytes / 2
+    torch._foreach_copy_(
+        list(places_of_changes(content, count, torch.bfloat16)), list(changes[piece])
+    )
+    wide = torch.zeros(shape[0], shape[1] + 3, dtype=torch.bfloat16)
+    for part in (old.clone(), wide[:, 1:-2].copy_(old)):
+        apply_changes(part, places_of_changes(content, count, torch.bfloat16))
+        assert torch.equal(bits(part), bits(new))
 
 
 # Ranks that leave

@@ -83,6 +83,8 @@ class Layout:
     trainer: Trainer
     engines: Sequence[Held]
     """What each engine rank holds."""
+    sends_changes: bool = False
+    """Whether transfers after the first one send what has changed, where that is shorter."""
 
     @property
     def num_ranks(self) -> int:
