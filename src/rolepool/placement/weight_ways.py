@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from rolepool.config import Config
-from rolepool.config.functions import ENGINES
+from rolepool.config.functions import ENGINES, ENGINES_WITH_A_PROCESS
 from rolepool.placement.plan import Plan, Slot
 from rolepool.placement.roles import Role
 
@@ -38,6 +38,16 @@ def weight_way(
     if on_gpus and _share_a_gpu(plan) and environment.get(SEVERAL_RANKS_PER_GPU) != "1":
         return WeightWay.SHARED_MEMORY
     return WeightWay.PROCESS_GROUP
+
+
+def sends_changes(config: Config, way: WeightWay, *, on_gpus: bool) -> bool:
+    """Whether only the values that changed travel. On GPUs weights travel in 16 bits."""
+    keys = config.actor_rollout_ref.rollout
+    if way is not WeightWay.PROCESS_GROUP or keys.engine in ENGINES_WITH_A_PROCESS:
+        return False
+    if keys.weights == "auto":
+        return on_gpus
+    return keys.weights == "delta"
 
 
 def _share_a_gpu(plan: Plan) -> bool:

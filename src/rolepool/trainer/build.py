@@ -25,7 +25,7 @@ from rolepool.metrics.spans import RULE_POOL
 from rolepool.placement import ParallelDims, Plan, Role
 from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.roles import ROLE_SPECS
-from rolepool.placement.weight_ways import weight_way
+from rolepool.placement.weight_ways import sends_changes, weight_way
 from rolepool.protocol import Worker
 from rolepool.roles.setups import RunSetup
 from rolepool.trainer.inputs import uses_rule
@@ -84,7 +84,15 @@ def build_roles(
             ready[role] = proxies[role].with_blocking(False)
     on_gpus = cluster.gpu_memory_bytes is not None
     way = weight_way(config, cluster.plan, on_gpus=on_gpus)
-    return Roles(ready, channel_of(way, ready[Role.Actor], ready[Role.Rollout]))
+    return Roles(
+        ready,
+        channel_of(
+            way,
+            ready[Role.Actor],
+            ready[Role.Rollout],
+            sends_changes=sends_changes(config, way, on_gpus=on_gpus),
+        ),
+    )
 
 
 # The folders of models

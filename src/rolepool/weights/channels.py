@@ -13,7 +13,7 @@ engines that do not take parts of weights, and for ranks that share a GPU.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from secrets import token_hex
 from typing import Any
 
@@ -51,14 +51,15 @@ class Channel(ABC):
         Raises WeightsDifferError if they differ."""
 
 
-def channel_of(way: WeightWay, actor: Calls, rollout: Calls) -> Channel:
+def channel_of(
+    way: WeightWay, actor: Calls, rollout: Calls, *, sends_changes: bool = False
+) -> Channel:
     """A channel between these two roles."""
-    channels: dict[WeightWay, Callable[[Calls, Calls], Channel]] = {
-        WeightWay.SAME_PROCESS: SameProcess,
-        WeightWay.PROCESS_GROUP: ProcessGroup,
-        WeightWay.SHARED_MEMORY: SharedMemory,
-    }
-    return channels[way](actor, rollout)
+    if way is WeightWay.SAME_PROCESS:
+        return SameProcess(actor, rollout)
+    if way is WeightWay.SHARED_MEMORY:
+        return SharedMemory(actor, rollout)
+    return ProcessGroup(actor, rollout, sends_changes=sends_changes)
 
 
 class SameProcess(Channel):
@@ -137,12 +138,13 @@ class ProcessGroup(Channel):
     meet.
     """
 
-    def __init__(self, actor: Calls, rollout: Calls) -> None:
+    def __init__(self, actor: Calls, rollout: Calls, *, sends_changes: bool = False) -> None:
+        """With `sends_changes`, transfers after the first one send only what has changed."""
         super().__init__(actor, rollout)
         weights: list[Weight] = actor.weights_to_send().get()
         held: list[Held] = rollout.held_regions(weights).get()
         trainer = Trainer(actor.dims.world_size, actor.dims.shard)
-        self._layout = Layout(weights, trainer, held)
+        self._layout = Layout(weights, trainer, held, sends_changes)
         point = actor.open_meeting(self._layout.num_ranks, token_hex(16)).get()
         joined = [role.join_transfers(point, self._layout) for role in (actor, rollout)]
         for call in joined:
