@@ -301,11 +301,16 @@ def measure_all(bench: Bench, rates: Sequence[float], shares: Sequence[float]) -
         print(f"  copy of one model, {what:19} {seconds * 1e3:10.1f} ms")
 
 
-class OutOfTimeError(Exception):
+class OutOfTimeError(BaseException):
     """The limit has passed."""
 
 
+is_out_of_time = False
+
+
 def stop(*_: object) -> None:
+    global is_out_of_time
+    is_out_of_time = True
     raise OutOfTimeError
 
 
@@ -372,7 +377,10 @@ def main() -> int:
             )
             bench = Bench(actor, rollout, options.rounds)
             measure_all(bench, options.rates, options.shares)
-    except OutOfTimeError:
+    except BaseException:
+        # An error in the middle of a function of Ray becomes another one.
+        if not is_out_of_time:
+            raise
         print(f"stopped after {options.limit} s; what is above was measured", flush=True)
         code = 1
     finally:

@@ -69,6 +69,7 @@ def _actor() -> RoleSpec:
         model=key_name(lambda config: config.actor_rollout_ref.model),
         fsdp=key_name(lambda config: config.actor_rollout_ref.actor.fsdp_config),
         checkpoints_to_keep=key_name(lambda config: config.trainer.max_actor_ckpt_to_keep),
+        sends_weights=True,
         operations=(old_log_prob, update_actor),
     )
 

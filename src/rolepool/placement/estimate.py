@@ -537,7 +537,7 @@ def _role_memory(
         )
         return memory, {}
     held = held_model(config, role, dims)
-    kept_bytes = _kept_bytes(config, plan, held) if role == Role.Actor else 0
+    kept_bytes = _kept_bytes(config, plan, role, held) if spec.sends_weights else 0
     if room is not None:
         room -= kept_bytes
     memories: list[RoleMemory] = []
@@ -560,14 +560,14 @@ def _role_memory(
     return with_kept, sizes
 
 
-def _kept_bytes(config: Config, plan: Plan, held: HeldModel) -> int:
+def _kept_bytes(config: Config, plan: Plan, role: Role, held: HeldModel) -> int:
     """The copy of what a rank of the actor sent last, if it sends only changes. The ranks keep one
     copy of the model together."""
     on_gpus = plan.device != "cpu"
     way = weight_way(config, plan, on_gpus=on_gpus)
     if not sends_changes(config, way, on_gpus=on_gpus):
         return 0
-    return BF16 * held.num_params // plan.pool_of(Role.Actor).world_size
+    return BF16 * held.num_params // plan.pool_of(role).world_size
 
 
 SHARED_MEMORY = Path("/dev/shm")
