@@ -24,11 +24,12 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from rolepool.errors import RolepoolError
 from rolepool.protocol.aborting import register_abortable, unregister_abortable
 
-JOIN_TIMEOUT_S = 180.0
-"""The time in which all ranks must meet. Before, they build their roles, which takes longer; but
-they do that before the first of them is asked to join."""
-EXCHANGE_TIMEOUT = timedelta(minutes=30)
-"""The backend's own limit. The watchdog of the run acts much earlier."""
+CONNECT_TIMEOUT = timedelta(seconds=60)
+"""The time in which the store must answer. It was opened before any rank is asked to join."""
+JOIN_TIMEOUT_S = 1800.0
+"""The time in which all ranks must meet. The watchdog of the run finds a stopped process earlier."""
+EXCHANGE_TIMEOUT = timedelta(seconds=JOIN_TIMEOUT_S)
+"""The same for a message, by the backend itself."""
 POLL_S = 0.005
 SPIN_S = 0.002
 """How long a rank asks again and again whether a message has arrived, before it sleeps between two
@@ -86,8 +87,7 @@ class TransferGroup:
     def _meet(self, point: MeetingPoint) -> PrefixStore:
         """The store of the group, after all ranks have come to it. Without this, a rank that waits
         for a dead one inside of the backend could not be aborted."""
-        timeout = timedelta(seconds=JOIN_TIMEOUT_S)
-        server = TCPStore(point.address, point.port, is_master=False, timeout=timeout)
+        server = TCPStore(point.address, point.port, is_master=False, timeout=CONNECT_TIMEOUT)
         store = PrefixStore(point.secret, server)
         store.set(f"came/{self._rank}", "1")
         keys = [f"came/{rank}" for rank in range(self._num_ranks)]
@@ -137,7 +137,8 @@ class TransferGroup:
         for buffer, peer in sends:
             works.append(backend.send([buffer], peer, number))
         if self._on_gpu:
-            works = [backend._end_coalescing()]
+            work = backend._end_coalescing()
+            works = [] if work is None else [work]
         return works
 
     def wait(self, works: Sequence[dist.Work]) -> None:
