@@ -65,7 +65,7 @@ def find_changes(
     once."""
     if not pieces:
         return {}, {}
-    sums = torch.stack([differs.sum() for _, differs in pieces.values()])
+    sums = torch.stack([torch.count_nonzero(differs) for _, differs in pieces.values()])
     counts = dict(zip(pieces, sums.tolist(), strict=True))
     changes: dict[Piece, Changes] = {}
     for piece, (new, differs) in pieces.items():

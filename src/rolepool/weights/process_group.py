@@ -179,7 +179,7 @@ class Sender(_End):
                 own = self._own[weight.name]
                 new = rows_of(weight)
                 differs = differences(new, self._kept[weight.name])
-                num_changed += differs.sum()
+                num_changed += torch.count_nonzero(differs)
                 self._add_digest(digests, weight, new)
                 for piece in self._pieces_of(weight):
                     region = piece.region
