@@ -30,7 +30,7 @@ from rolepool.weights.changes import (
 )
 from rolepool.weights.digests import Digest, Digests, sum_of
 from rolepool.weights.group import TransferError
-from rolepool.weights.process_group import as_matrix, part_of
+from rolepool.weights.messages import as_matrix, part_of
 from rolepool.weights.receipts import Receipt, WeightsDifferError, check_parts
 from rolepool.weights.regions import Region, whole_region
 from rolepool.weights.routes import (

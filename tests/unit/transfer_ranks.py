@@ -16,7 +16,8 @@ from rolepool.protocol.stores import listening_store
 from rolepool.rollout.engine import StreamedEngine
 from rolepool.weights.digests import Digest
 from rolepool.weights.group import MeetingPoint, TransferGroup
-from rolepool.weights.process_group import Receiver, Sender, Sent, part_of
+from rolepool.weights.messages import part_of
+from rolepool.weights.process_group import Receiver, Sender, Sent
 from rolepool.weights.receipts import Receipt
 from rolepool.weights.routes import Layout, Weight, own_region
 

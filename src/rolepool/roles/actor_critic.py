@@ -43,7 +43,8 @@ from rolepool.roles.trained_role import TrainedRole
 from rolepool.weights.channels import packed
 from rolepool.weights.digests import Digests
 from rolepool.weights.group import MeetingPoint, TransferGroup
-from rolepool.weights.process_group import Sender, Sent, as_matrix, dtype_of
+from rolepool.weights.messages import as_matrix, dtype_of
+from rolepool.weights.process_group import Sender, Sent
 from rolepool.weights.receipts import Receipt
 from rolepool.weights.routes import Layout, Weight, rows_in_shard
 

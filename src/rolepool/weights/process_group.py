@@ -29,6 +29,19 @@ from rolepool.weights.changes import (
 )
 from rolepool.weights.digests import Digest, Digests
 from rolepool.weights.group import Parcel, TransferGroup
+from rolepool.weights.messages import (
+    NUM_BUFFERS,
+    Buffers,
+    Messages,
+    as_matrix,
+    bytes_of,
+    dtype_of,
+    last_uses,
+    num_rounds,
+    part_of,
+    place_in,
+    round_of,
+)
 from rolepool.weights.regions import Region
 from rolepool.weights.routes import Layout, Message, Packed, Piece, Weight, messages_of, own_region
 
@@ -36,15 +49,9 @@ BUCKET_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """The bytes that a rank packs, sends or unpacks at a time, by the type of its device."""
 COUNTS_NUMBER = 2**30
 """The number of the message with counts of changes. The messages with values count from 0."""
-NUM_BUFFERS = 2
-"""Messages of a pair of ranks that are in memory at a time: one travels, and one is packed or
-unpacked."""
 
 RowsOf = Callable[[Weight], Tensor]
 """Gives the own rows of a weight as a matrix, in the dtype in which it is sent."""
-Messages = Mapping[int, Sequence[Message]]
-"""What travels between this rank and each of its peers. The first messages of all peers travel at
-the same time, then the second ones, and so on."""
 
 
 class Sent(NamedTuple):
@@ -140,7 +147,7 @@ class Sender(_End):
 
     def _send_all(self, rows_of: RowsOf) -> Sent:
         messages = self._messages(counts=None)
-        last_uses = _last_uses(messages)
+        last = last_uses(messages)
         digests = Digests()
         rows: dict[str, Tensor] = {}
         """The own rows of those weights of which a part is still to be packed."""
@@ -153,7 +160,7 @@ class Sender(_End):
 
         def end_round(number: int) -> None:
             # Digests are computed while the messages of the round travel.
-            for weight in last_uses[number]:
+            for weight in last[number]:
                 own_rows = rows.pop(weight.name)
                 self._add_digest(digests, weight, own_rows)
                 if self._sends_changes:
@@ -161,7 +168,7 @@ class Sender(_End):
                     self._kept[weight.name] = own_rows.clone()
 
         def pack(message: Message, buffer: Tensor) -> None:
-            places = [_place_in(buffer, packed) for packed in message.pieces]
+            places = [place_in(buffer, packed) for packed in message.pieces]
             contents = [content_of(packed) for packed in message.pieces]
             torch._foreach_copy_(places, contents)
 
@@ -201,13 +208,13 @@ class Sender(_End):
             for packed in message.pieces:
                 weight, region = packed.piece
                 if packed.piece not in changes:
-                    places.append(_place_in(buffer, packed))
+                    places.append(place_in(buffer, packed))
                     contents.append(
                         part_of(self._kept[weight.name], self._own[weight.name], region)
                     )
                     continue
                 found = changes[packed.piece]
-                place = _bytes_of(buffer, packed)
+                place = bytes_of(buffer, packed)
                 places += places_of_changes(place, len(found.positions), found.values.dtype)
                 contents += found
             torch._foreach_copy_(places, contents)
@@ -232,14 +239,14 @@ class Sender(_End):
     ) -> int:
         """Send all messages. `pack` fills the buffer of a message, and `end_round` is called when
         those of a round are on their way. Returns their bytes."""
-        buffers = _Buffers(messages, self._device)
+        buffers = Buffers(messages, self._device)
         on_their_way: deque[list[dist.Work]] = deque()
         num_bytes = 0
-        for number in range(_num_rounds(messages)):
+        for number in range(num_rounds(messages)):
             if len(on_their_way) == NUM_BUFFERS:
                 self._group.wait(on_their_way.popleft())
             parcels: list[Parcel] = []
-            for peer, message in _round_of(messages, number):
+            for peer, message in round_of(messages, number):
                 parcel = buffers.parcel(peer, number, message)
                 pack(message, parcel.buffer)
                 parcels.append(parcel)
@@ -339,7 +346,7 @@ class Receiver(_End):
             for peer, pieces in self._pieces.items():
                 counts_of_pieces |= zip(pieces, counts[peer], strict=True)
         messages = self._messages(counts)
-        last_uses = _last_uses(messages)
+        last = last_uses(messages)
         waiting = dict.fromkeys(matrices)
         """The weights whose digests are still to be computed."""
 
@@ -352,10 +359,10 @@ class Receiver(_End):
                 part = part_of(matrix, self._held[weight.name], region)
                 count = counts_of_pieces.get(packed.piece)
                 if count is not None and not is_sent_whole(packed.piece, count):
-                    found = _bytes_of(buffer, packed)
+                    found = bytes_of(buffer, packed)
                     apply_changes(part, places_of_changes(found, count, part.dtype))
                     continue
-                content = _place_in(buffer, packed)
+                content = place_in(buffer, packed)
                 places.append(part)
                 contents.append(content)
                 if matrix.dtype != content.dtype:
@@ -364,7 +371,7 @@ class Receiver(_End):
                 torch._foreach_copy_(places, contents)
 
         def end_round(number: int) -> None:
-            for weight in last_uses[number]:
+            for weight in last[number]:
                 del waiting[weight.name]
                 self._add_digest(digests, weight, matrices[weight.name])
 
@@ -394,26 +401,26 @@ class Receiver(_End):
     ) -> None:
         """Receive all messages. `unpack` empties the buffer of a message, and `end_round` is called
         after each round."""
-        buffers = _Buffers(messages, self._device)
+        buffers = Buffers(messages, self._device)
         on_their_way: deque[tuple[list[Parcel], list[dist.Work]]] = deque()
 
         def expect(number: int) -> None:
             """Begin to receive the messages of a round."""
             parcels: list[Parcel] = []
-            for peer, message in _round_of(messages, number):
+            for peer, message in round_of(messages, number):
                 parcels.append(buffers.parcel(peer, number, message))
             on_their_way.append((parcels, self._group.exchange(receives=parcels, number=number)))
 
-        num_rounds = _num_rounds(messages)
-        for number in range(min(NUM_BUFFERS, num_rounds)):
+        total = num_rounds(messages)
+        for number in range(min(NUM_BUFFERS, total)):
             expect(number)
-        for number in range(num_rounds):
+        for number in range(total):
             parcels, works = on_their_way.popleft()
             self._group.wait(works)
-            of_round = [message for _, message in _round_of(messages, number)]
+            of_round = [message for _, message in round_of(messages, number)]
             for parcel, message in zip(parcels, of_round, strict=True):
                 unpack(message, parcel.buffer)
-            if number + NUM_BUFFERS < num_rounds:
+            if number + NUM_BUFFERS < total:
                 expect(number + NUM_BUFFERS)
             end_round(number)
 
@@ -421,91 +428,3 @@ class Receiver(_End):
         """The digest of a weight that has arrived, if it has the dtype in which it was sent."""
         if matrix.dtype == dtype_of(weight):
             digests.add_part(weight.name, matrix, self._held[weight.name], weight.shape)
-
-
-# Rounds
-
-
-def _num_rounds(messages: Messages) -> int:
-    return max((len(of_peer) for of_peer in messages.values()), default=0)
-
-
-def _round_of(messages: Messages, number: int) -> Iterator[tuple[int, Message]]:
-    """The messages that travel at the same time, with the peer of each of them."""
-    for peer, of_peer in messages.items():
-        if number < len(of_peer):
-            yield peer, of_peer[number]
-
-
-def _weights_in(message: Message) -> Iterator[Weight]:
-    for packed in message.pieces:
-        yield packed.piece.weight
-
-
-def _last_uses(messages: Messages) -> list[list[Weight]]:
-    """For each round the weights that no later round has a part of."""
-    last_rounds: dict[Weight, int] = {}
-    for of_peer in messages.values():
-        for number, message in enumerate(of_peer):
-            for weight in _weights_in(message):
-                last_rounds[weight] = max(number, last_rounds.get(weight, 0))
-    weights: list[list[Weight]] = [[] for _ in range(_num_rounds(messages))]
-    for weight, number in last_rounds.items():
-        weights[number].append(weight)
-    return weights
-
-
-class _Buffers:
-    """The buffers of a transfer: a few for each peer, which take turns."""
-
-    def __init__(self, messages: Messages, device: str) -> None:
-        self._buffers: dict[int, list[Tensor]] = {}
-        for peer, of_peer in messages.items():
-            most_bytes = max((message.num_bytes for message in of_peer), default=0)
-            count = min(NUM_BUFFERS, len(of_peer))
-            self._buffers[peer] = [
-                torch.empty(most_bytes, dtype=torch.uint8, device=device) for _ in range(count)
-            ]
-
-    def parcel(self, peer: int, number: int, message: Message) -> Parcel:
-        """The buffer of this message, which is number `number` of its peer."""
-        buffer = self._buffers[peer][number % NUM_BUFFERS]
-        return Parcel(buffer[: message.num_bytes], peer)
-
-
-# Views
-
-
-def dtype_of(weight: Weight) -> torch.dtype:
-    """The dtype in which a weight is sent."""
-    dtype: torch.dtype = getattr(torch, weight.dtype)
-    return dtype
-
-
-def as_matrix(tensor: Tensor) -> Tensor:
-    """The tensor as a matrix, without a copy: its first dimension are the rows."""
-    if tensor.dim() == 0:
-        return tensor.view(1, 1)
-    return tensor.view(len(tensor), -1) if len(tensor) else tensor.view(0, 1)
-
-
-def part_of(matrix: Tensor, held: Region, region: Region) -> Tensor:
-    """A part of a matrix, which itself is the part `held` of a weight. Both regions are parts of the
-    whole weight."""
-    first_row, first_column = held.rows[0], held.columns[0]
-    rows = slice(region.rows[0] - first_row, region.rows[1] - first_row)
-    columns = slice(region.columns[0] - first_column, region.columns[1] - first_column)
-    return matrix[rows, columns]
-
-
-def _bytes_of(buffer: Tensor, packed: Packed) -> Tensor:
-    """The bytes of a piece in the buffer of its message."""
-    return buffer[packed.start : packed.start + packed.num_bytes]
-
-
-def _place_in(buffer: Tensor, packed: Packed) -> Tensor:
-    """The place of a piece that is sent whole, as a matrix."""
-    weight, region = packed.piece
-    (first_row, end_row), (first_column, end_column) = region
-    flat = _bytes_of(buffer, packed).view(dtype_of(weight))
-    return flat.view(end_row - first_row, end_column - first_column)
