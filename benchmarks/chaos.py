@@ -3,13 +3,14 @@ same metrics.
 
     python benchmarks/chaos.py                                    all cases, one after another
     python benchmarks/chaos.py --cases rollout:update,reward:scoring
-    python benchmarks/chaos.py --device cuda --limit 400 --json chaos.json          26 cases, 8 side by side
+    python benchmarks/chaos.py --device cuda --limit 400 --json chaos.json          30 cases, 8 side by side
 
 The run is the demo. A case is `[PLACEMENT/]VICTIM:PHASE[+HOW]`. The victim gets its fault just after
 the driver has queued the call that begins the phase. HOW is:
 
     (nothing)  SIGKILL
-    +wait      SIGSTOP, and SIGKILL when the other ranks have waited for it in a collective for a while
+    +wait      SIGSTOP, and SIGKILL when the other ranks have waited for it in a collective, or in a
+               transfer of weights, for a while
     +stop      SIGSTOP, which rolepool must notice by itself (trainer.stall_timeout_s)
 
 Placements: `apart` (the default: the actor with the reference in two processes, the rollout, the
@@ -17,7 +18,7 @@ critic and the process of the rule reward, each in a pool of its own), `together
 `split` (two pools of two), `tp` (one pool of two, tensor-parallel rollout) and `moves` (the run
 moves through all of them while it trains). The victim `node` is the raylet of the second of two
 nodes, while a third one is there to replace it. The victim `driver` is the driver of `rolepool
-train`.
+train`. The victim `actor1-rollout` is two processes, one at each end of a transfer.
 
 Metrics are compared with those of a run of the same placement without faults, bit for bit, except
 for times and memory. On a GPU the runs have trainer.deterministic=true. On a machine with one GPU
@@ -107,6 +108,8 @@ VICTIMS = {
     "node": ("critic_pool", 0),
     "driver": ("critic_pool", 0),
 }
+BOTH = "actor1-rollout"
+"""A victim that is two processes: one at each end of a transfer of weights."""
 RANKS = {"rank0": ("global_pool", 0), "rank1": ("global_pool", 1), "reward": (RULE_POOL, 0)}
 VICTIMS_OF = {
     "apart": VICTIMS,
@@ -126,7 +129,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "generation": ("generate_sequences",),
     "scoring": ("compute_scores",),
     "update": ("update_actor", "update_critic"),
-    "sync": ("export_weights", "take_weights_here"),
+    "sync": ("send_weights", "take_weights_here"),
     "checkpoint": ("save_checkpoint",),
     "snapshot": ("take_snapshot",),
     "load": ("load_checkpoint",),
@@ -155,6 +158,7 @@ together/rank1:update+wait together/rank0:update+wait split/actor1:update+wait s
 tp/rank1:generation+wait actor0:update+wait together/rank1:update+stop actor1:update+stop
 together/rank1:snapshot actor1:snapshot critic:snapshot split/critic0:snapshot
 together/rank0:sync actor0:sync rollout:sync split/actor0:sync
+actor1:sync+wait rollout:sync+wait actor1-rollout:sync+wait rollout:sync+stop
 together/rank1:generation critic:update actor1:start actor1:checkpoint
 rollout:generation rollout:validation reward:scoring
 """
@@ -163,6 +167,7 @@ wait in a collective."""
 CPU_CASES = """
 together/rank1:update+wait together/rank1:update+stop split/critic1:update+wait tp/rank1:generation+wait
 moves/actor1:update+wait moves/critic0:move
+actor1:sync+wait rollout:sync+wait actor1-rollout:sync+wait rollout:sync+stop
 """
 """Added to all victims and phases of the placement `apart`."""
 
@@ -184,7 +189,7 @@ class Case(NamedTuple):
         placement = placement or "apart"
         wrong = (
             placement not in VICTIMS_OF
-            or victim not in VICTIMS_OF[placement]
+            or victim not in (*VICTIMS_OF[placement], BOTH)
             or phase not in PHASES
             or how not in ("", "wait", "stop")
         )
@@ -197,9 +202,10 @@ class Case(NamedTuple):
         return cls(placement, victim, phase, how)
 
     @property
-    def place(self) -> tuple[str, int]:
-        """The victim's pool and rank."""
-        return VICTIMS_OF[self.placement][self.victim]
+    def places(self) -> list[tuple[str, int]]:
+        """The pool and the rank of each process of the victim."""
+        names = self.victim.split("-")
+        return [VICTIMS_OF[self.placement][name] for name in names]
 
     @property
     def step(self) -> int:
@@ -310,7 +316,6 @@ def kill_at(victim: str, phase: str, step: int | None = None) -> Iterator[list[f
     `step`-th time. `victim` may begin with a placement, and `phase` may end with how. Yields a
     list, which then has the time."""
     case = Case.of(f"{victim}:{phase}")
-    pool, rank = case.place
     step = case.step if step is None else step
     faults_s: list[float] = []
     has_struck = False
@@ -320,10 +325,11 @@ def kill_at(victim: str, phase: str, step: int | None = None) -> Iterator[list[f
 
     def strike(groups: Any) -> None:
         nonlocal has_struck
-        if has_struck or pool not in groups:
+        if has_struck or any(pool not in groups for pool, _ in case.places):
             return
         has_struck = True
-        process = groups[pool].processes[rank]
+        processes = [groups[pool].processes[rank] for pool, rank in case.places]
+        process = processes[0]
         if case.victim == "node":
             faults_s.append(time.monotonic())
             lose_node(process.node_id)
@@ -333,15 +339,16 @@ def kill_at(victim: str, phase: str, step: int | None = None) -> Iterator[list[f
                 DRIVER_MARK.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         else:
-            _harm(process.pid, case.how, faults_s)
+            for process in processes:
+                _harm(process.pid, case.how, faults_s)
 
     def submit_and_kill(proxy: RoleProxy, name: str, spec: Any, args: Any, kwargs: Any) -> Any:
         future = submit(proxy, name, spec, args, kwargs)
         what = "validate" if kwargs.get("purpose") == "validate" else name
         seen[what] = seen.get(what, 0) + 1
-        # Before the first step, weights are sent and a snapshot is taken; both are not the ones
+        # Before the first step, snapshots of both trained roles are taken. These are not the ones
         # that are meant.
-        is_first = what in ("export_weights", "take_snapshot") and seen[what] <= 3
+        is_first = what == "take_snapshot" and seen[what] <= 3
         if (
             what in PHASES[case.phase]
             and not is_first

@@ -28,6 +28,7 @@ from rolepool.placement.checks import (
 from rolepool.placement.estimate import estimate_memory, snapshot_bytes
 from rolepool.placement.plan import Schedule
 from rolepool.placement.render import PlanSummary
+from rolepool.placement.transfers import transfer_in_words
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,11 @@ def summary_of(
         advice=advise(config, plan, memory, gpu_memory_bytes, replan),
         engines=engines_of(config),
         snapshot_bytes=snapshot_bytes(config, plan),
-        settings=_settings_to_show(config),
+        settings=_settings_to_show(config, plan),
     )
 
 
-def _settings_to_show(config: Config) -> dict[str, str]:
+def _settings_to_show(config: Config, plan: Plan) -> dict[str, str]:
     """What is not written in the config as it is, but follows from it and from the model."""
     settings: dict[str, str] = {}
     with suppress(RolepoolError):  # one of the problems
@@ -142,6 +143,9 @@ def _settings_to_show(config: Config) -> dict[str, str]:
             settings["stop tokens"] = stop_tokens
     if config.actor_rollout_ref.actor.policy_loss.loss_mode != "vanilla":
         settings["policy loss"] = policy_loss_in_words(config)
+    transfer = transfer_in_words(config, plan)
+    if transfer is not None:
+        settings["new weights"] = transfer
     return settings
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from flipping_rollout import FlippingRollout
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import load_config
@@ -24,7 +25,8 @@ from rolepool.roles.setups import ActorSetup, RolloutSetup
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import build_roles
 from rolepool.trainer.step import ppo_step
-from rolepool.weights.channels import SameProcess, SharedMemory
+from rolepool.weights.channels import Channel, ProcessGroup, SameProcess, SharedMemory
+from rolepool.weights.receipts import WeightsDifferError
 
 TOLERANCE = 1e-4
 PLACEMENTS = {
@@ -116,20 +118,71 @@ def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_bo
     scored = actor.compute_log_prob(old, blocking=True)
     log_probs = scored.batch["old_log_probs"]
     advantages = ragged(torch.randn(len(flat_values(log_probs))), lengths_of(log_probs))
-    actor.update_actor(
-        old.union(DataProto.from_dict({"advantages": advantages, "old_log_probs": log_probs}))
+    learnable = old.union(
+        DataProto.from_dict({"advantages": advantages, "old_log_probs": log_probs})
     )
+    actor.update_actor(learnable)
     assert distance(actor, old) > 10 * TOLERANCE, (
         "the update moved too little to tell old weights from new"
     )
-    for channel_class, rollout in zip((SameProcess, SharedMemory), rollouts, strict=True):
-        channel = channel_class(actor.with_blocking(False), rollout.with_blocking(False))
-        channel.send(1)
-        channel.check()
+    before = rollouts[1].generate_sequences(prompts, blocking=True)
+    assert distance(actor, before) > 10 * TOLERANCE
+    for channel_class, rollout in zip((SameProcess, ProcessGroup), rollouts, strict=True):
+        sync(channel_class, actor, rollout, 1)
     inside, across = (rollout.generate_sequences(prompts, blocking=True) for rollout in rollouts)
     assert distance(actor, inside) < TOLERANCE
     assert distance(actor, across) < TOLERANCE
     assert same_value(inside.batch["input_ids"], across.batch["input_ids"])
+    # Only what changes, after another update.
+    channel = ProcessGroup(
+        actor.with_blocking(False), rollouts[1].with_blocking(False), sends_changes=True
+    )
+    for version in (2, 3):
+        channel.send(version)
+        channel.check()
+        if version == 2:
+            actor.update_actor(learnable)
+    after = rollouts[1].generate_sequences(prompts, blocking=True)
+    assert distance(actor, after) < TOLERANCE
+    assert distance(actor, across) > TOLERANCE
+    across = after
+    # The same weights on the other way change nothing.
+    sync(SharedMemory, actor, rollouts[1], 4)
+    again = rollouts[1].generate_sequences(prompts, blocking=True)
+    for column in ("input_ids", "rollout_log_probs"):
+        assert same_value(across.batch[column], again.batch[column])
+
+
+def sync(channel_class: type[Channel], actor: RoleProxy, rollout: RoleProxy, version: int) -> None:
+    channel = channel_class(actor.with_blocking(False), rollout.with_blocking(False))
+    channel.send(version)
+    channel.check()
+
+
+@pytest.mark.parametrize("sends_changes", [False, True])
+def test_one_bit_that_flips_in_the_process_group_is_found_and_named(
+    shared_cluster: Cluster, tmp_path: Path, sends_changes: bool
+) -> None:
+    config = load_config([], settings(tmp_path / "demo", PLACEMENTS["two pools"])).config
+    train, generate = shared_cluster.groups["one"], shared_cluster.groups["two"]
+    name = f"flipping {sends_changes}"
+    setup = ActorSetup(num_training_steps=10)
+    actor = train.add_role(f"actor of {name}", Actor, config, setup, blocking=False)
+    rollout = generate.add_role(
+        name,
+        FlippingRollout,
+        config,
+        RolloutSetup(stop_token_ids=(1,)),
+        dims=ParallelDims(dp=1, tp=2),
+        blocking=False,
+    )
+    channel = ProcessGroup(
+        actor.with_blocking(False), rollout.with_blocking(False), sends_changes=sends_changes
+    )
+    channel.send(7)
+    line = r"weights of version 7 changed on their way to two rank 0: model.embed_tokens.weight has"
+    with pytest.raises(WeightsDifferError, match=line):
+        channel.check()
 
 
 @pytest.mark.slow

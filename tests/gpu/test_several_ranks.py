@@ -56,6 +56,13 @@ TRAININGS = {
     "rollout_apart": replaying(
         f"{APART} placement.roles={{actor:most,critic:most,ref:most,rollout:one}}", 3
     ),
+    "rollout_apart_tensor_parallel": replaying(
+        f"{FOUR} placement.strategy=custom placement.pools={{most:[2],two:[2]}} "
+        "placement.roles={actor:most,critic:most,ref:most,rollout:two} "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2 "
+        "actor_rollout_ref.rollout.weights=delta",
+        4,
+    ),
     "scored_one_rank": Training(f"{SMALL} {SCORED} trainer.n_gpus_per_node=1"),
     "scored_apart": replaying(
         f"{SCORED} {APART} placement.roles="
@@ -76,6 +83,7 @@ POOLS = {
     "two_pools_of_2": [2, 2],
     "tensor_parallel_2": [2],
     "rollout_apart": [2, 1],
+    "rollout_apart_tensor_parallel": [2, 2],
     "scored_apart": [2, 1],
     "tools_fsdp_2": [2],
 }

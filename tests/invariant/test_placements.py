@@ -62,6 +62,16 @@ PLACEMENTS = {
         *(f"placement.roles.{role}=train" for role in ("actor", "critic", "ref")),
         "placement.roles.rollout=generate",
     ],
+    "rollout alone, tensor parallel, from replicas of shards": [
+        *CUSTOM,
+        "trainer.n_gpus_per_node=6",
+        "placement.pools.train=[4]",
+        "placement.pools.generate=[2]",
+        *(f"placement.roles.{role}=train" for role in ("actor", "critic", "ref")),
+        "placement.roles.rollout=generate",
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ],
     "all apart": [
         *CUSTOM,
         "trainer.n_gpus_per_node=4",
@@ -109,7 +119,7 @@ class WatchedRollout:
 def one_ray() -> Iterator[None]:
     ray.init(
         address="local",
-        num_cpus=6,
+        num_cpus=7,
         include_dashboard=False,
         logging_level="ERROR",
         log_to_driver=False,

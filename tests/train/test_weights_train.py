@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
-from train_helpers import ONE_RANK, rows_of, small_keys
+from train_helpers import ONE_RANK, rows_of, small_keys, train
 
 from rolepool.config import load_config
 from rolepool.data.demo import Demo
@@ -55,6 +56,27 @@ TWO_POOLS = [
 NO_VALIDATION = ["trainer.val_before_train=false", "data.val_files=[]"]
 
 pytestmark = pytest.mark.usefixtures("one_ray")
+
+
+def test_a_run_that_sends_only_changes_has_the_rows_of_one_that_sends_all(
+    demo: Demo, tmp_path: Path
+) -> None:
+    rows = {}
+    metrics: dict[str, list[dict[str, float]]] = {}
+    for weights in ("full", "delta"):
+        folder = tmp_path / weights
+        key = f"actor_rollout_ref.rollout.weights={weights}"
+        train(demo, folder, *TWO_POOLS, key, "trainer.total_training_steps=2", *NO_VALIDATION)
+        rows[weights] = rows_of(folder)
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        metrics[weights] = [json.loads(line) for line in lines]
+    assert rows["delta"] == rows["full"]
+    for full, delta in zip(metrics["full"], metrics["delta"], strict=True):
+        assert "perf/weights/changed" not in full
+        # At this rate of learning, almost all 64-bit numbers change, except those of tokens that
+        # nobody has seen.
+        assert 0.2 < delta["perf/weights/changed"] < 1
+        assert 0 < delta["perf/weights/bytes"] <= full["perf/weights/bytes"]
 
 
 @pytest.mark.parametrize(

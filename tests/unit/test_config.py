@@ -102,6 +102,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "vllm_start_timeout_s": 1800,
         "parity_check": None,
         "parity_limit": None,
+        "weights": "auto",
         "n": 1,
         "temperature": 1.0,
         "top_p": 1.0,

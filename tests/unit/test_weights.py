@@ -104,7 +104,7 @@ def test_the_specs_of_a_source_are_those_of_its_tensors() -> None:
     source = source_of(make_model("qwen2"), torch.bfloat16)
     with source.open() as tensors:
         found = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
-    assert [tuple(spec) for spec in source.specs()] == found
+    assert [tuple(spec)[:3] for spec in source.specs()] == found
     assert {spec.dtype for spec in source.specs()} == {torch.bfloat16}
     with source.open([Q_PROJ]) as tensors:
         assert [name for name, _ in tensors] == [Q_PROJ]

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypedDict
 from ray.exceptions import RayError
 
 from rolepool.cluster import launch, reservation
-from rolepool.cluster.answers import Answer, Asked, await_all
+from rolepool.cluster.answers import Answer, Asked, await_all, outcomes
 from rolepool.cluster.connection import connect, raise_if_ray_died
 from rolepool.cluster.deaths import find_deaths
 from rolepool.cluster.group import WorkerGroup, ask_healthy
@@ -30,6 +30,8 @@ from rolepool.placement import Plan
 
 NODE_POLL_S = 0.5
 """How often to look for a node that replaces a lost one."""
+ABORT_TIMEOUT_S = 5.0
+"""The time in which a process must answer that it has aborted its waits."""
 END_TIMEOUT_S = 60.0
 """The time in which processes must end after they were killed."""
 MIN_CPUS = 8
@@ -200,6 +202,16 @@ class Cluster(AbstractContextManager["Cluster"]):
             if broken is not None and broken.is_death:
                 return broken
         return None
+
+    def abort_waits(self, reason: str) -> None:
+        """End the waits for ranks of another pool, in all processes that live. Their calls fail then.
+        Ranks that wait for a dead one through NCCL would wait for ever."""
+        asked: list[Answer] = []
+        for group in self.groups.values():
+            if group.broken is None:
+                asked += [process.actor.abort_waits.remote(reason) for process in group.processes]
+        # A process that does not answer has died, or the watchdog will find it.
+        outcomes(asked, ABORT_TIMEOUT_S)
 
     def repair(self) -> list[str]:
         """Start all processes of pools in which a process died again, on the same slots. Returns

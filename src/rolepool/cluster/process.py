@@ -12,7 +12,6 @@ import logging
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -55,7 +54,7 @@ from rolepool.errors import RolepoolError, WorkerError, logger
 from rolepool.metrics import Span
 from rolepool.placement.hardware import detect_gpu_memory
 from rolepool.placement.parallel import ParallelDims
-from rolepool.protocol import Dispatch, Worker, WorkerContext
+from rolepool.protocol import Dispatch, Worker, WorkerContext, aborting
 from rolepool.protocol import worker as workers
 from rolepool.protocol.columns import INPUT_IDS, flat_values, is_ragged, num_bytes
 from rolepool.protocol.data import DataProto, tensordict_to_batch
@@ -64,6 +63,7 @@ from rolepool.protocol.futures import Reply, encode_result
 from rolepool.protocol.out_of_memory import explain_out_of_memory, is_out_of_memory
 from rolepool.protocol.part_times import PartTimes, part
 from rolepool.protocol.random_state import random_state, set_random_state
+from rolepool.protocol.stores import listening_store
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -145,6 +145,11 @@ class WorkerProcess:
         return "\n".join(stacks)
 
     @ray.method(concurrency_group="health")
+    def abort_waits(self, reason: str) -> None:
+        """End the waits of a call for ranks of other pools. The call then fails."""
+        aborting.abort_all(reason)
+
+    @ray.method(concurrency_group="health")
     def limit_output(self, path: str) -> None:
         """From now on, write all that this process prints to this file, and show only some of it on
         the console."""
@@ -184,7 +189,8 @@ class WorkerProcess:
         for stream in (sys.stdout, sys.stderr):
             print(f"{LOG_PREFIX_ACTOR_NAME}{name}", file=stream, flush=True)
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, force=True)
-        self._context = context = replace(context, device=_device_for(context.device))
+        device = _device_for(context.device)
+        self._context = context = replace(context, device=device, address=self._address)
         if context.deterministic:
             compute_deterministically(context.device)
         if context.device == "cpu":
@@ -199,27 +205,8 @@ class WorkerProcess:
         )
         if context.rank:
             return None
-        self._store = self._open_store(context.world_size)
+        self._store = listening_store(self._address, context.world_size)
         return self._address, self._store.port
-
-    def _open_store(self, world_size: int) -> TCPStore:
-        """A store that listens only on the address of this node. The store itself would listen on
-        all addresses."""
-        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        listener = socket.create_server(
-            (self._address, 0),  # port 0 lets the system choose a free one
-            family=family,
-            backlog=socket.SOMAXCONN,
-        )
-        port = listener.getsockname()[1]
-        return TCPStore(
-            self._address,
-            port,
-            world_size,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
 
     def join_pool(self, master: tuple[str, int], secret: str, timeout_s: float) -> None:
         """Join the process group of the pool. All keys of its store begin with the secret, which

@@ -27,8 +27,8 @@ SILENT = "does not answer"
 RETURNS_LATE = "does not return"
 BY_URGENCY = (STOPPED, SILENT, RETURNS_LATE)
 """The states of a process, the worst one first."""
-INSIDE_A_COLLECTIVE = re.compile("distributed_c10d|_functional_collectives")
-"""In the stacks of a process that waits for other ranks."""
+INSIDE_A_COLLECTIVE = re.compile("distributed_c10d|_functional_collectives|rolepool/weights/group")
+"""In the stacks of a process that waits for other ranks, of its pool or of another one."""
 ANSWER_TIMEOUT_S = 5.0
 HANDLER_TIMEOUT_S = 2.0
 """The time in which the signal handler of a process writes its stacks."""

@@ -286,6 +286,10 @@ class RolloutConfig(Section):
     """Most sequences that one copy of the weights generates at the same time."""
     max_num_batched_tokens: Count = 8192
     """Most prompt tokens in one prefill micro-batch."""
+    weights: Literal["auto", "full", "delta"] = "auto"
+    """What the actor sends to a rollout in another pool (docs/engines.md): all weights in every
+    step (full), or only the values that changed, with their positions (delta). auto is delta for
+    weights of 16 bits, of which few change in a step, and full for others."""
     val_kwargs: ValKwargs
     multi_turn: MultiTurnConfig
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from rolepool.config import run_keys
 from rolepool.config.base import Section, lines_of
+from rolepool.config.functions import ENGINES, ENGINES_WITH_A_PROCESS
 from rolepool.config.schema import Config
 
 
@@ -28,6 +29,7 @@ def contradictions(config: Config) -> list[str]:
         _about_temperature(config, rollout),
         _about_validation_temperature(config, f"{rollout}.val_kwargs"),
         _about_parity(config),
+        _about_weights(config),
         _about_resuming(config),
         _about_determinism(config),
         _about_mini_batch(config, "actor_rollout_ref.actor"),
@@ -89,6 +91,15 @@ def _about_parity(config: Config) -> Iterator[str]:
         reason = "top_p, top_k and greedy decoding choose tokens with other probabilities than the actor computes"
         fix = "remove it, or remove top_p, top_k and do_sample"
         yield f"actor_rollout_ref.rollout.parity_check=true: {reason}; {fix}"
+
+
+def _about_weights(config: Config) -> Iterator[str]:
+    """Only an engine that keeps its weights can take changes of them."""
+    keys = config.actor_rollout_ref.rollout
+    takes_changes = keys.engine in ENGINES and keys.engine not in ENGINES_WITH_A_PROCESS
+    if keys.weights == "delta" and not takes_changes:
+        name = f"actor_rollout_ref.rollout.name={keys.name}"
+        yield f"actor_rollout_ref.rollout.weights=delta: {name} takes all weights in every step; use auto"
 
 
 def _about_resuming(config: Config) -> Iterator[str]:

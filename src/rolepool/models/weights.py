@@ -1,16 +1,17 @@
-"""The weights of a model as others need them: by name, each of them whole.
+"""The weights of a model as others need them: by name, each of them whole or as this rank's shard.
 
 Owns which names a model's weights have, and gathering a sharded model tensor by tensor, so that the
 whole model never has to fit on one device. Does not know who needs the weights, nor how they get
 there.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rolepool.models.ranks import whole
 from rolepool.models.training import DeviceModel
@@ -22,6 +23,8 @@ class WeightSpec(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_sharded: bool = False
+    """Whether FSDP2 divides its rows over ranks."""
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -52,6 +55,7 @@ class WeightSource:
                 name,
                 shape=tuple(weight.shape),
                 dtype=self._dtype_of(weight),
+                is_sharded=isinstance(weight, DTensor),
             )
             specs.append(spec)
         return specs
@@ -67,6 +71,21 @@ class WeightSource:
             wanted = None if names is None else list(names)
             weights = {} if wanted == [] else weights_of(model)
             yield ((name, self._gathered(weights[name])) for name in wanted or weights)
+
+    @contextmanager
+    def open_shards(self) -> Iterator[Callable[[str], Tensor]]:
+        """What this rank has of each weight, in the dtype of the model: the rows of its shard, or
+        all of it if the weight is not sharded. It can be read until the block ends, and is the
+        model's own. No other rank takes part."""
+        with self._placed.on_device() as model:
+            weights = weights_of(model)
+
+            def shard_of(name: str) -> Tensor:
+                weight = weights[name]
+                local: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
+                return local.detach()
+
+            yield shard_of
 
     def _gathered(self, weight: Tensor) -> Tensor:
         return whole(weight).detach().to(self._dtype_of(weight))

@@ -69,6 +69,7 @@ def _actor() -> RoleSpec:
         model=key_name(lambda config: config.actor_rollout_ref.model),
         fsdp=key_name(lambda config: config.actor_rollout_ref.actor.fsdp_config),
         checkpoints_to_keep=key_name(lambda config: config.trainer.max_actor_ckpt_to_keep),
+        sends_weights=True,
         operations=(old_log_prob, update_actor),
     )
 
@@ -93,6 +94,13 @@ def _rollout() -> RoleSpec:
             actor.method(lambda actor: actor.export_weights),
             actor.method(lambda actor: actor.sent_receipt),
             actor.method(lambda actor: actor.weight_specs),
+            worker.method(lambda rollout: rollout.receive_weights),
+            actor.method(lambda actor: actor.send_weights),
+            actor.method(lambda actor: actor.weights_to_send),
+            actor.method(lambda actor: actor.open_meeting),
+            # These two are methods of both roles.
+            worker.method(lambda rollout: rollout.join_transfers),
+            worker.method(lambda rollout: rollout.await_turn),
         ),
         color="#8C8C8C",
     )

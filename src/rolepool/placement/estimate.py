@@ -22,6 +22,7 @@ from rolepool.config.model_keys import FsdpConfig
 from rolepool.placement.parallel import ParallelDims
 from rolepool.placement.plan import Plan, ResourcePool
 from rolepool.placement.roles import ROLE_SPECS, MicroBatchKeys, Role, longest_row, model_of
+from rolepool.placement.weight_ways import sends_changes, weight_way
 
 GIB = 2**30
 BF16 = 2
@@ -536,6 +537,9 @@ def _role_memory(
         )
         return memory, {}
     held = held_model(config, role, dims)
+    kept_bytes = _kept_bytes(config, plan, role, held) if spec.sends_weights else 0
+    if room is not None:
+        room -= kept_bytes
     memories: list[RoleMemory] = []
     sizes = default_micro_batches(config, role)
     for operation, size in sizes.items():
@@ -547,7 +551,23 @@ def _role_memory(
         num_tokens = held.length * chosen.most_rows(num_rows, held.length)
         memories.append(held.memory(chosen, num_rows, num_tokens))
         sizes[operation] = chosen
-    return max(memories, key=lambda memory: memory.working), sizes
+    largest = max(memories, key=lambda memory: memory.working)
+    with_kept = replace(
+        largest,
+        weights=largest.weights + kept_bytes,
+        idle=largest.idle + kept_bytes,
+    )
+    return with_kept, sizes
+
+
+def _kept_bytes(config: Config, plan: Plan, role: Role, held: HeldModel) -> int:
+    """The copy of what a rank of the actor sent last, if it sends only changes. The ranks keep one
+    copy of the model together."""
+    on_gpus = plan.device != "cpu"
+    way = weight_way(config, plan, on_gpus=on_gpus)
+    if not sends_changes(config, way, on_gpus=on_gpus):
+        return 0
+    return BF16 * held.num_params // plan.pool_of(role).world_size
 
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -148,6 +148,8 @@ class RoleSpec:
     memory_key: str = ""
     """The key that decides most about the memory of a role without micro-batches."""
     has_scalar_head: bool = False
+    sends_weights: bool = False
+    """Whether its weights go to the rollout after each update."""
     can_pack: bool = True
     """Whether `use_remove_padding` of its model is used."""
     checkpoints_to_keep: KeyName[int | None] | None = None

@@ -32,6 +32,8 @@ class WorkerContext:
     rank: int = 0
     dims: ParallelDims = field(default_factory=ParallelDims)
     """How the ranks of the pool work together on the role."""
+    address: str = "127.0.0.1"
+    """The address of its node."""
     local_rank: int = 0
     local_world_size: int = 1
     device: str = "cpu"

@@ -35,12 +35,18 @@ from rolepool.protocol.batches import (
     Values,
 )
 from rolepool.protocol.columns import flat_values
+from rolepool.protocol.part_times import part
+from rolepool.protocol.stores import listening_store
 from rolepool.roles.model_role import ModelRole
 from rolepool.roles.setups import ActorSetup, Setup, TrainingSetup
 from rolepool.roles.trained_role import TrainedRole
 from rolepool.weights.channels import packed
 from rolepool.weights.digests import Digests
+from rolepool.weights.group import MeetingPoint, TransferGroup
+from rolepool.weights.messages import as_matrix, dtype_of
+from rolepool.weights.process_group import Sender, Sent
 from rolepool.weights.receipts import Receipt
+from rolepool.weights.routes import Layout, Weight, rows_in_shard
 
 
 def _columns_of_log_prob(role: type, config: Config, setup: Setup) -> tuple[str, ...]:
@@ -76,6 +82,8 @@ class Actor(TrainedRole):
         rollout_dtype = None if self.device == "cpu" else torch.bfloat16
         self.weights = WeightSource(self.trained, rollout_dtype)
         self._sent = Digests()
+        self._sender: Sender | None = None
+        """This rank's end of the process group with the rollout, if it has joined one."""
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_columns_of_log_prob)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -188,7 +196,7 @@ class Actor(TrainedRole):
             metrics["kl_loss"] = kl_loss.detach()
         return loss, metrics
 
-    # Weights for a rollout in another pool (`rolepool.weights.channels`)
+    # Weights for a rollout in another pool, through shared memory (`rolepool.weights.channels`)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def weight_specs(self) -> list[WeightSpec]:
@@ -213,6 +221,53 @@ class Actor(TrainedRole):
         receipt = Receipt(version, self._sent.read())
         self._sent = Digests()
         return receipt
+
+    # The same through a process group
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def weights_to_send(self) -> list[Weight]:
+        """What the routes depend on."""
+        return [_as_weight(spec) for spec in self.weights.specs()]
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def open_meeting(self, num_ranks: int, secret: str) -> MeetingPoint:
+        """Open the store in which the ranks of both pools find each other."""
+        address = self.context.address
+        self._meeting_store = listening_store(address, num_ranks)
+        return MeetingPoint(address, self._meeting_store.port, secret)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def join_transfers(self, point: MeetingPoint, layout: Layout) -> None:
+        """Meet the ranks of the rollout. All of them do this at the same time."""
+        if self._sender is not None:
+            self._sender.close()
+        self._layout = layout
+        group = TransferGroup(point, self.rank, layout.num_ranks, self.device)
+        self._sender = Sender(group, layout, self.rank, self.device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def await_turn(self) -> None:
+        """Ends when the calls before it have ended."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def send_weights(self, turn: object) -> Sent:
+        """Send this rank's rows of all weights, at the same time as the rollout receives them.
+        `turn` is the result of the rollout's `await_turn`."""
+        assert self._sender is not None, "this rank has not joined the transfers"
+        trainer = self._layout.trainer
+        with self.weights.open_shards() as shard_of, part("send"):
+
+            def rows_of(weight: Weight) -> Tensor:
+                first, end = rows_in_shard(weight, trainer, self.rank)
+                shard = as_matrix(shard_of(weight.name))
+                return shard[first:end].to(dtype_of(weight))
+
+            return self._sender.send(rows_of)
+
+
+def _as_weight(spec: WeightSpec) -> Weight:
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return Weight(spec.name, spec.shape, dtype, spec.dtype.itemsize, spec.is_sharded)
 
 
 class Critic(TrainedRole):

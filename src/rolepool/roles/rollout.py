@@ -25,11 +25,15 @@ from rolepool.roles.model_role import ModelRole
 from rolepool.roles.rollout_columns import Kept, rollouts_of, rollouts_of_turns, rows_of
 from rolepool.roles.setups import RolloutSetup
 from rolepool.rollout.conversations import conversations_of
-from rolepool.rollout.engine import ABILITIES, Engine, Request, Sampling
+from rolepool.rollout.engine import ABILITIES, Engine, Request, Sampling, StreamedEngine
 from rolepool.rollout.sampling import sample_seed
 from rolepool.weights.channels import unpacked
 from rolepool.weights.digests import Digests
+from rolepool.weights.group import MeetingPoint, TransferGroup
+from rolepool.weights.process_group import Receiver
 from rolepool.weights.receipts import Delivery, Receipt
+from rolepool.weights.regions import Region
+from rolepool.weights.routes import Layout, Weight
 
 Purpose = Literal["train", "validate", "baseline"]
 """What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of
@@ -72,6 +76,8 @@ class Rollout(ModelRole):
                 if ability not in abilities:
                     logger.warning("%s=%s has no %s: %s", ENGINE_KEY, name, ability, loss)
         self._has_warned = False
+        self._receiver: Receiver | None = None
+        """This rank's end of the process group with the actor, if it has joined one."""
         self.conversations = conversations_of(config)
         """What runs the environment; None if a response has one turn."""
 
@@ -184,6 +190,39 @@ class Rollout(ModelRole):
         if version is not None:
             self._warn_without(got)
         return got
+
+    # The same through a process group. Only engines of rolepool's own can take a part of a weight.
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def held_regions(self, weights: list[Weight]) -> dict[str, Region]:
+        """The part of each of the actor's weights that this rank holds."""
+        return self._own_engine.held_regions({weight.name: weight.shape for weight in weights})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def join_transfers(self, point: MeetingPoint, layout: Layout) -> None:
+        """Meet the ranks of the actor. All of them do this at the same time."""
+        if self._receiver is not None:
+            self._receiver.close()
+        rank_in_group = layout.peer_of(self.rank)
+        group = TransferGroup(point, rank_in_group, layout.num_ranks, self.device)
+        self._receiver = Receiver(group, layout, self.rank, self.device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def await_turn(self) -> None:
+        """Ends when the calls before it have ended."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def receive_weights(self, turn: object, version: int) -> Receipt:
+        """Receive what this rank holds of all weights, at the same time as the actor sends them.
+        `turn` is the result of the actor's `await_turn`."""
+        assert self._receiver is not None, "this rank has not joined the transfers"
+        with part("receive"):
+            return self._own_engine.receive_weights(self._receiver.receive, version)
+
+    @property
+    def _own_engine(self) -> StreamedEngine:
+        assert isinstance(self.engine, StreamedEngine), "the channel of this engine is another one"
+        return self.engine
 
     def _warn_without(self, receipt: Receipt | None) -> None:
         """Say once in a run that nobody compares the weights of this engine."""

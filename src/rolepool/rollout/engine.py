@@ -6,7 +6,7 @@ share: taking new weights as a stream, versions, sleeping and completions. Does 
 engine computes logits, how a token is chosen from them (`sampling`), nor how to tokenize.
 """
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -15,10 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from rolepool.errors import RolepoolError
+from rolepool.errors import DataError, RolepoolError, first_few
 from rolepool.rollout.tensor_parallel import HfModule, Shard, WeightStream
 from rolepool.weights.digests import Digest
 from rolepool.weights.receipts import Receipt
+from rolepool.weights.regions import Region, whole_region
+
+CopyInto = Callable[[Mapping[str, Tensor]], dict[str, Digest]]
+"""Copies new weights into tensors by name. Returns the digests of what it has copied."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,8 @@ class StreamedEngine(Engine):
                 return None
             self.version = version
             return Receipt(version, is_shared=True)
+        if self._arriving is None:
+            self.begin_update()
         stream = self._arriving or WeightStream(self.model, self.shard)
         # If copying fails, the next update starts again.
         self._arriving = WeightStream(self.model, self.shard)
@@ -220,10 +226,57 @@ class StreamedEngine(Engine):
             self._arriving = stream
             return None
         digests = stream.end()
+        self._end_update(digests, version)
+        return Receipt(version, digests)
+
+    # Weights that arrive in parts, through a process group
+
+    def held_regions(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Region]:
+        """The part of each weight that this rank holds, from the shapes of all weights of the
+        actor. Raises DataError if these are not the weights of this model."""
+        regions: dict[str, Region] = {}
+        targets = self.model.state_dict(keep_vars=True)
+        for name, shape in shapes.items():
+            if name not in targets:
+                raise DataError(f"weights: {name} is not a weight of this model")
+            target = targets[name]
+            own_shape = target.shape
+            if self.shard is not None:
+                own_shape = self.shard.whole_shape(name, own_shape)
+            if tuple(own_shape) != tuple(shape):
+                raise DataError(
+                    f"weights: {name} has shape {list(shape)}, the model's {list(own_shape)}"
+                )
+            regions[name] = whole_region(shape)
+            if self.shard is not None:
+                regions[name] = self.shard.region(name, shape)
+        # Tied weights come with one of their names.
+        arriving = {id(targets[name]) for name in shapes}
+        missing = [name for name, target in targets.items() if id(target) not in arriving]
+        if missing:
+            raise DataError(
+                f"weights: {len(missing)} of {len(targets)} are missing: {first_few(missing, 5)}"
+            )
+        return regions
+
+    def receive_weights(self, copy_into: CopyInto, version: int) -> Receipt:
+        """Let a function copy new weights into the model. It gets the tensors by name, and returns
+        the digests of what they have then. Until it has ended well, the engine cannot generate."""
+        self.begin_update()
+        # As with a stream: after an error, only another update makes the engine ready.
+        self._arriving = WeightStream(self.model, self.shard)
+        targets = self.model.state_dict(keep_vars=True)
+        digests = copy_into({name: target.detach() for name, target in targets.items()})
+        self._end_update(digests, version)
+        return Receipt(version, digests)
+
+    def begin_update(self) -> None:
+        """New weights are about to arrive."""
+
+    def _end_update(self, digests: Mapping[str, Digest], version: int) -> None:
         self.have_arrived(digests)
         self._arriving = None
         self.version = version
-        return Receipt(version, digests)
 
     def have_arrived(self, digests: Mapping[str, Digest]) -> None:
         """All new weights are in the model. `digests` are theirs."""

@@ -7,7 +7,7 @@ logits on every rank need no gathering. This costs vocabulary x hidden weights p
 know how a layer is computed, nor where weights come from.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Size, Tensor, nn
 from rolepool.config.model_files import why_not_parallel
 from rolepool.errors import ConfigError, DataError, first_few
 from rolepool.weights.digests import Digest, Digests
+from rolepool.weights.regions import Region, whole_region
 
 HfModule = Any
 """A model of Hugging Face, or a part of one. mypy does not know its attributes."""
@@ -70,6 +71,20 @@ class Shard:
         part = self._rank * num_parts // self._size
         start = part * length
         return whole.narrow(dim, start, length)
+
+    def region(self, name: str, shape: Sequence[int]) -> Region:
+        """This rank's part of a weight with this shape, which `part` returns. It is empty if this
+        rank's bias is zero."""
+        whole = whole_region(shape)
+        dim, num_parts = self._split_of(name)
+        if num_parts == 1:
+            return whole
+        if dim >= len(shape):
+            return whole if self._rank == 0 else Region((0, 0), whole.columns)
+        length = shape[dim] // num_parts
+        start = self._rank * num_parts // self._size * length
+        interval = (start, start + length)
+        return whole._replace(rows=interval) if dim == 0 else whole._replace(columns=interval)
 
     def whole_shape(self, name: str, part_shape: Size) -> Size:
         """The shape of the whole weight, from the shape of a part."""

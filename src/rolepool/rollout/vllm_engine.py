@@ -10,7 +10,7 @@ business of `vllm_client`.
 import math
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
@@ -32,7 +32,7 @@ from rolepool.rollout.tensor_parallel import HfModule, TensorParallel
 from rolepool.rollout.vllm_client import START_TIMEOUT_S, PlainDigests, VllmClient
 from rolepool.units import show_bytes
 from rolepool.weights.digests import Digest, digests_of
-from rolepool.weights.receipts import Receipt, WeightsDifferError, differences_between
+from rolepool.weights.receipts import WeightsDifferError, differences_between
 
 _FIXED_ARGUMENTS = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
 """Arguments that rolepool relies on: tokens only, and log-probs after temperature, top-k and
@@ -221,15 +221,10 @@ class VllmEngine(StreamedEngine):
             if session.running:  # an error ended the session
                 self.ask("abort", list(session.running))
 
-    def update_weights(
-        self,
-        named_tensors: Iterable[tuple[str, Tensor]],
-        version: int | None,
-    ) -> Receipt | None:
-        if self._gpu is not None and self._arriving is None:
+    def begin_update(self) -> None:
+        if self._gpu is not None:
             self.model.to_empty(device=self._gpu)
             self.model.tie_weights()
-        return super().update_weights(named_tensors, version)
 
     def have_arrived(self, digests: Mapping[str, Digest]) -> None:
         self._pass_on(digests)

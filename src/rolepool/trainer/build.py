@@ -25,6 +25,7 @@ from rolepool.metrics.spans import RULE_POOL
 from rolepool.placement import ParallelDims, Plan, Role
 from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.roles import ROLE_SPECS
+from rolepool.placement.weight_ways import sends_changes, weight_way
 from rolepool.protocol import Worker
 from rolepool.roles.setups import RunSetup
 from rolepool.trainer.inputs import uses_rule
@@ -81,8 +82,17 @@ def build_roles(
     for role in ROLE_SPECS:
         if role in proxies:
             ready[role] = proxies[role].with_blocking(False)
-    channel = channel_of(plan, ready[Role.Actor], ready[Role.Rollout])
-    return Roles(ready, channel)
+    on_gpus = cluster.gpu_memory_bytes is not None
+    way = weight_way(config, cluster.plan, on_gpus=on_gpus)
+    return Roles(
+        ready,
+        channel_of(
+            way,
+            ready[Role.Actor],
+            ready[Role.Rollout],
+            sends_changes=sends_changes(config, way, on_gpus=on_gpus),
+        ),
+    )
 
 
 # The folders of models

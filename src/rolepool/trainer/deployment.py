@@ -171,6 +171,8 @@ class Deployment(AbstractContextManager["Deployment"]):
     def repair(self) -> list[str]:
         """Replace the processes that died, on another plan if a lost node is not replaced. Returns
         the names of the pools that have new processes."""
+        # Processes that live may be in a transfer of weights with one that has died.
+        self.cluster.abort_waits("processes are being replaced")
         if self.cluster.has_all_nodes:
             return self.cluster.repair()
         on_loss = self.config.placement.on_node_loss
@@ -193,6 +195,7 @@ class Deployment(AbstractContextManager["Deployment"]):
 
     def switch(self, prepared: Prepared, loaded: LoadedConfig) -> None:
         """Go over to the pools of another plan. Those that both plans have are kept."""
+        self.cluster.abort_waits("the run goes over to another plan")
         self.cluster.switch(prepared)
         self.loaded = loaded
         self.plan = self.cluster.plan

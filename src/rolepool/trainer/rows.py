@@ -9,10 +9,11 @@ from rolepool.config import Config
 from rolepool.metrics.spans import Recorded, operation_times, step_bounds
 from rolepool.metrics.timeline import Timeline, step_metrics
 from rolepool.placement import Plan
-from rolepool.placement.built_in_roles import ADV
+from rolepool.placement.built_in_roles import ADV, UPDATE_WEIGHTS
 from rolepool.placement.roles import OPERATIONS
 from rolepool.trainer.advantages import Estimated, describe
 from rolepool.trainer.step import StepCalls, update_orders
+from rolepool.weights.process_group import Sent
 
 
 def record(step: StepCalls) -> list[Recorded]:
@@ -61,6 +62,7 @@ def step_row(
         "perf/time_per_step": step_s,
         "perf/throughput": tokens_per_s / len(plan.slots),
         **_peaks(recorded),
+        **_sent_weights(step),
         **step_metrics(timeline, start_s, end_s),
     }
 
@@ -90,6 +92,29 @@ def _peaks(recorded: Sequence[Recorded]) -> dict[str, float]:
         "perf/max_memory_allocated_gb": allocated_bytes / 2**30,
         "perf/max_memory_reserved_gb": reserved_bytes / 2**30,
     }
+
+
+def _sent_weights(step: StepCalls) -> dict[str, float]:
+    """What the actor's ranks sent to a rollout in another pool; empty if weights took another
+    way."""
+    num_bytes = 0
+    num_values = 0
+    num_changed = 0
+    is_compared = True
+    for call in step.calls.get(UPDATE_WEIGHTS, ()):
+        for sent in call.get() or ():
+            if not isinstance(sent, Sent):
+                continue
+            num_bytes += sent.num_bytes
+            num_values += sent.num_values
+            num_changed += sent.num_changed or 0
+            is_compared = is_compared and sent.num_changed is not None
+    if num_values == 0:
+        return {}
+    metrics = {"perf/weights/bytes": float(num_bytes)}
+    if is_compared:
+        metrics["perf/weights/changed"] = num_changed / num_values
+    return metrics
 
 
 def _times_per_token(times: Mapping[str, float], estimated: Estimated) -> dict[str, float]:

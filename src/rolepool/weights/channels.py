@@ -5,21 +5,26 @@ compares them before anything is generated with the new weights. The ends of a c
 processes are methods of the roles: the actor's `export_weights` and `sent_receipt`, the rollout's
 `take_weights` and `take_weights_here`.
 
-There are two channels. A third one, through a process group of actor and rollout, has the same two
-methods and its own branch in `channel_of`.
+The plan chooses the channel (`rolepool.placement.weight_ways`). Inside of one pool no weight leaves
+its process. Between pools, the channel is a process group of both; shared memory remains for the
+engines that do not take parts of weights, and for ranks that share a GPU.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from secrets import token_hex
 from typing import Any
 
 from torch import Tensor
 
-from rolepool.placement import Plan, Role
+from rolepool.placement.weight_ways import WeightWay
 from rolepool.protocol import CallFuture, DataProto
-from rolepool.weights.receipts import Delivery, Receipt, check_receipt
+from rolepool.weights.digests import sum_of
+from rolepool.weights.process_group import Sent
+from rolepool.weights.receipts import Delivery, Receipt, check_parts, check_receipt
+from rolepool.weights.routes import Held, Layout, Trainer, Weight
 
 TENSORS_PER_CALL = 16
 """Tensors in one call of a transfer between pools, which is about two layers."""
@@ -46,11 +51,15 @@ class Channel(ABC):
         Raises WeightsDifferError if they differ."""
 
 
-def channel_of(plan: Plan, actor: Calls, rollout: Calls) -> Channel:
-    """The channel between these two roles, from the pools of the plan."""
-    if plan.pool_of(Role.Actor) == plan.pool_of(Role.Rollout):
+def channel_of(
+    way: WeightWay, actor: Calls, rollout: Calls, *, sends_changes: bool = False
+) -> Channel:
+    """A channel between these two roles."""
+    if way is WeightWay.SAME_PROCESS:
         return SameProcess(actor, rollout)
-    return SharedMemory(actor, rollout)
+    if way is WeightWay.SHARED_MEMORY:
+        return SharedMemory(actor, rollout)
+    return ProcessGroup(actor, rollout, sends_changes=sends_changes)
 
 
 class SameProcess(Channel):
@@ -114,6 +123,60 @@ class SharedMemory(Channel):
         sent: Receipt = self._sent.get()
         for rank, got in enumerate(receipts):
             check_receipt(sent, got, _name_of(self._rollout, rank))
+        self._sent = self._got = None
+
+
+class ProcessGroup(Channel):
+    """Every rank of the actor sends its own rows to those ranks of the rollout that hold them,
+    through a process group of both pools (`rolepool.weights.process_group`). No rank gathers a
+    weight.
+
+    A transfer is one call in each pool, and the two calls wait for each other. So each of them
+    begins when the other one can begin, too: it gets the result of an empty call of the other pool
+    (`await_turn`). This cannot deadlock. Both pools get their calls in the same order, and what a
+    call waits for was queued before all later calls of either pool. The same is true when the ranks
+    meet.
+    """
+
+    def __init__(self, actor: Calls, rollout: Calls, *, sends_changes: bool = False) -> None:
+        """With `sends_changes`, transfers after the first one send only what has changed."""
+        super().__init__(actor, rollout)
+        weights: list[Weight] = actor.weights_to_send().get()
+        held: list[Held] = rollout.held_regions(weights).get()
+        trainer = Trainer(actor.dims.world_size, actor.dims.shard)
+        self._layout = Layout(weights, trainer, held, sends_changes)
+        point = actor.open_meeting(self._layout.num_ranks, token_hex(16)).get()
+        joined = [role.join_transfers(point, self._layout) for role in (actor, rollout)]
+        for call in joined:
+            call.get()
+        self._version = 0
+        self._sent: CallFuture | None = None
+        self._got: CallFuture | None = None
+
+    def send(self, version: int) -> list[CallFuture]:
+        of_actor = self._actor.await_turn()
+        of_rollout = self._rollout.await_turn()
+        self._version = version
+        self._sent = self._actor.send_weights(of_rollout)
+        self._got = self._rollout.receive_weights(of_actor, version)
+        return [self._sent, self._got]
+
+    def check(self) -> None:
+        if self._sent is None or self._got is None:
+            return
+        got: list[Receipt] = self._got.get()
+        sent: list[Sent] = self._sent.get()
+        digests = sum_of(part.digests for part in sent)
+        whole = Receipt(self._version, digests)
+        num_parts = self._rollout.dims.tp
+        for first in range(0, len(got), num_parts):
+            ranks = range(first, first + num_parts)
+            check_parts(
+                whole,
+                [got[rank] for rank in ranks],
+                [self._layout.engines[rank] for rank in ranks],
+                [_name_of(self._rollout, rank) for rank in ranks],
+            )
         self._sent = self._got = None
 
 

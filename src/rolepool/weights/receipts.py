@@ -3,11 +3,13 @@
 Owns the comparison of the two, and the line with which a difference stops a run.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rolepool.errors import RolepoolError, first_few
-from rolepool.weights.digests import Digest
+from rolepool.weights.digests import Digest, sum_of
+from rolepool.weights.regions import Region
+from rolepool.weights.routes import Held
 
 _MAX_NAMES = 3
 
@@ -58,6 +60,42 @@ def check_receipt(sent: Receipt, got: Receipt | None, receiver: str) -> None:
             f"{first_few(differences, _MAX_NAMES, '; ')}; nothing was generated with them; run the "
             "same command again, and see docs/troubleshooting.md, under Weights"
         )
+
+
+def check_parts(
+    sent: Receipt, parts: Sequence[Receipt], held: Sequence[Held], receivers: Sequence[str]
+) -> None:
+    """Compare a receipt of whole weights with those of ranks that together hold one copy of them or
+    more. The digests of the parts of a copy add up to that of the whole.
+
+    Raises WeightsDifferError. The line names the rank if it holds the weight alone, and otherwise
+    all ranks that hold a part of it.
+    """
+    names_of: dict[tuple[int, ...], list[str]] = {}
+    for name in sent.digests:
+        for ranks in _copies([regions[name] for regions in held]):
+            names_of.setdefault(ranks, []).append(name)
+    for ranks, names in names_of.items():
+        of_sender = {name: sent.digests[name] for name in names}
+        of_ranks: list[dict[str, Digest]] = []
+        for rank in ranks:
+            digests = parts[rank].digests
+            of_ranks.append({name: digests[name] for name in names if name in digests})
+        receiver = " and ".join(receivers[rank] for rank in ranks)
+        got = Receipt(parts[ranks[0]].version, sum_of(of_ranks))
+        check_receipt(Receipt(sent.version, of_sender), got, receiver)
+
+
+def _copies(regions: Sequence[Region]) -> Iterator[tuple[int, ...]]:
+    """The ranks that together hold one copy of a weight, for each copy, from the part that each rank
+    holds. Ranks with the same part are in different copies."""
+    holders: dict[Region, list[int]] = {}
+    for rank, region in enumerate(regions):
+        if region.num_elements:
+            holders.setdefault(region, []).append(rank)
+    num_copies = max((len(ranks) for ranks in holders.values()), default=0)
+    for copy in range(num_copies):
+        yield tuple(ranks[min(copy, len(ranks) - 1)] for ranks in holders.values())
 
 
 def differences_between(sent: Mapping[str, Digest], got: Mapping[str, Digest]) -> Iterator[str]:
