@@ -184,8 +184,8 @@ class WeightStream:
                 self._digests.add(name, target.detach())
             else:
                 # The model has a part of it, or has it in another dtype. The sender knows neither,
-                # so the digest is that of what has arrived.
-                self._digests.add(name, tensor, target.device)
+                # so the digest is that of what has arrived. It may be overwritten by the next one.
+                self._digests.add(name, tensor, target.device, at_once=True)
 
     def end(self) -> dict[str, Digest]:
         """Check that all weights have arrived. Returns their digests: of what is in the model, or,

@@ -10,6 +10,7 @@ longer than reading them, so all matrices are in one table, and one launch works
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,22 +29,48 @@ _STEPS = 16
 """How often a program reads so many rows and columns, one below the other."""
 _NUM_WARPS = 4
 _NUM_FIELDS = 7
-"""Numbers of an entry of the table of matrices."""
+"""Numbers of an entry of the table of matrices: those of a `Layout`."""
 
 
-class Matrix(NamedTuple):
-    """A matrix of 8, 16 or 32-bit integers, and its place in the matrix of its weight."""
+class Layout(NamedTuple):
+    """How a matrix of 8, 16 or 32-bit integers lies in memory, and its place in the matrix of its
+    weight. Transfer after transfer has the same layouts, so what follows from them is kept."""
 
-    units: Tensor
+    num_rows: int
+    num_columns: int
+    row_stride: int
     first_row: int
     first_word: int
     """The word of the row in which the matrix begins."""
     front: int
     """The units of that word that are before the matrix."""
+    units_per_word: int
+
+    @property
+    def num_words(self) -> int:
+        """The words of a row in which the matrix has units."""
+        return triton.cdiv(self.front + self.num_columns, self.units_per_word)
+
+
+class Matrix(NamedTuple):
+    """A matrix on a GPU. Whoever makes it keeps the tensor."""
+
+    address: int
+    layout: Layout
+
+
+class _Launch(NamedTuple):
+    """Matrices that the same program can read."""
+
+    units_per_word: int
+    tile: tuple[int, int]
+    programs: Tensor
+    """A row for each program: the number of its matrix, and its first row and column in it."""
 
 
 @triton.jit
 def _add_weighted_units(
+    addresses_ptr,
     entries_ptr,
     programs_ptr,
     totals_ptr,
@@ -63,19 +90,19 @@ def _add_weighted_units(
     first_column = tl.load(program_ptr + 2)
 
     entry_ptr = entries_ptr + matrix * NUM_FIELDS
-    address = tl.load(entry_ptr)
+    address = tl.load(addresses_ptr + matrix)
     if UNITS_PER_WORD == 1:
         units_ptr = address.to(tl.pointer_type(tl.int32))
     elif UNITS_PER_WORD == 2:
         units_ptr = address.to(tl.pointer_type(tl.int16))
     else:
         units_ptr = address.to(tl.pointer_type(tl.int8))
-    num_rows = tl.load(entry_ptr + 1)
-    num_columns = tl.load(entry_ptr + 2)
-    row_stride = tl.load(entry_ptr + 3)
-    row_factors_ptr += tl.load(entry_ptr + 4)
-    word_factors_ptr += tl.load(entry_ptr + 5)
-    front = tl.load(entry_ptr + 6)
+    num_rows = tl.load(entry_ptr)
+    num_columns = tl.load(entry_ptr + 1)
+    row_stride = tl.load(entry_ptr + 2)
+    row_factors_ptr += tl.load(entry_ptr + 3)
+    word_factors_ptr += tl.load(entry_ptr + 4)
+    front = tl.load(entry_ptr + 5)
 
     BITS: tl.constexpr = 32 // UNITS_PER_WORD
     c = first_column + tl.arange(0, COLUMNS)
@@ -104,31 +131,30 @@ def _add_weighted_units(
     tl.atomic_add(totals_ptr + matrix, total, sem="relaxed")
 
 
-def weighted_sums(matrices: Sequence[Matrix], row_factors: Tensor, word_factors: Tensor) -> Tensor:
+def weighted_sums(
+    matrices: Sequence[Matrix],
+    row_factors: Tensor,
+    word_factors: Tensor,
+) -> Tensor:
     """The weighted sum of each matrix. All of them, and the factors of all rows and words of their
     weights, are on one GPU."""
     device = row_factors.device
     totals = torch.zeros(len(matrices), dtype=torch.int64, device=device)
-    numbers_of: dict[tuple[int, bool], list[int]] = {}
-    for number, matrix in enumerate(matrices):
-        units_per_word = 4 // matrix.units.element_size()
-        is_narrow = matrix.units.shape[1] <= _MAX_NARROW_COLUMNS
-        numbers_of.setdefault((units_per_word, is_narrow), []).append(number)
-
-    entries = torch.tensor([_entry(matrix) for matrix in matrices], dtype=torch.int64)
-    entries_there = entries.to(device)
-    for (units_per_word, is_narrow), numbers in numbers_of.items():
-        tile = _NARROW if is_narrow else _WIDE
-        programs = torch.from_numpy(_programs(entries.numpy(), numbers, tile))
-        rows, columns = tile
+    addresses = torch.tensor([matrix.address for matrix in matrices], dtype=torch.int64)
+    addresses_there = addresses.to(device)
+    layouts = tuple(matrix.layout for matrix in matrices)
+    entries, launches = _work_of(layouts, device)
+    for launch in launches:
+        rows, columns = launch.tile
         with torch.cuda.device(device):
-            _add_weighted_units[(len(programs),)](
-                entries_there,
-                programs.to(device),
+            _add_weighted_units[(len(launch.programs),)](
+                addresses_there,
+                entries,
+                launch.programs,
                 totals,
                 row_factors,
                 word_factors,
-                UNITS_PER_WORD=units_per_word,
+                UNITS_PER_WORD=launch.units_per_word,
                 ROWS=rows,
                 COLUMNS=columns,
                 STEPS=_STEPS,
@@ -138,32 +164,32 @@ def weighted_sums(matrices: Sequence[Matrix], row_factors: Tensor, word_factors:
     return totals
 
 
-def _entry(matrix: Matrix) -> list[int]:
-    units, first_row, first_word, front = matrix
-    num_rows, num_columns = units.shape
-    return [
-        units.data_ptr(),
-        num_rows,
-        num_columns,
-        units.stride(0),
-        first_row,
-        first_word,
-        front,
-    ]
+@functools.lru_cache(maxsize=64)
+def _work_of(
+    layouts: tuple[Layout, ...], device: torch.device
+) -> tuple[Tensor, tuple[_Launch, ...]]:
+    """The table of these matrices without their addresses, and the launches that read them."""
+    numbers_of: dict[tuple[int, tuple[int, int]], list[int]] = {}
+    for number, layout in enumerate(layouts):
+        is_narrow = layout.num_columns <= _MAX_NARROW_COLUMNS
+        tile = _NARROW if is_narrow else _WIDE
+        numbers_of.setdefault((layout.units_per_word, tile), []).append(number)
+    launches: list[_Launch] = []
+    for (units_per_word, tile), numbers in numbers_of.items():
+        programs = [_programs_of(layouts[number], number, tile) for number in numbers]
+        together = torch.from_numpy(np.concatenate(programs)).to(device)
+        launches.append(_Launch(units_per_word, tile, together))
+    entries = torch.tensor(layouts, dtype=torch.int64).to(device)
+    return entries, tuple(launches)
 
 
-def _programs(entries: np.ndarray, numbers: Sequence[int], tile: tuple[int, int]) -> np.ndarray:
-    """A row for each program: the number of its matrix, and its first row and column in it."""
-    rows_of_program = tile[0] * _STEPS
-    columns_of_program = tile[1]
-    programs: list[np.ndarray] = []
-    for number in numbers:
-        _, num_rows, num_columns, *_ = entries[number]
-        first_rows = np.arange(0, num_rows, rows_of_program)
-        first_columns = np.arange(0, num_columns, columns_of_program)
-        of_matrix = np.empty((len(first_rows), len(first_columns), 3), dtype=np.int64)
-        of_matrix[:, :, 0] = number
-        of_matrix[:, :, 1] = first_rows[:, None]
-        of_matrix[:, :, 2] = first_columns
-        programs.append(of_matrix.reshape(-1, 3))
-    return np.concatenate(programs)
+def _programs_of(layout: Layout, number: int, tile: tuple[int, int]) -> np.ndarray:
+    """The programs that read a matrix."""
+    rows, columns = tile
+    first_rows = np.arange(0, layout.num_rows, rows * _STEPS)
+    first_columns = np.arange(0, layout.num_columns, columns)
+    programs = np.empty((len(first_rows), len(first_columns), 3), dtype=np.int64)
+    programs[:, :, 0] = number
+    programs[:, :, 1] = first_rows[:, None]
+    programs[:, :, 2] = first_columns
+    return programs.reshape(-1, 3)

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rolepool.weights.digest_kernels import Matrix
+    from rolepool.weights.digest_kernels import Layout, Matrix
 
 Interval = tuple[int, int]
 """A first number, and the one after the last."""
@@ -86,9 +86,9 @@ class _Part(NamedTuple):
 
     number: int
     """The number of its weight."""
-    units: Tensor
-    first_row: int
-    first_unit: int
+    tensor: Tensor
+    """Keeps its memory."""
+    matrix: Matrix
 
 
 class Digests:
@@ -97,7 +97,7 @@ class Digests:
 
     A GPU reads many parts at once, because launching a kernel for each would take longer than
     reading it. So a part may be read later than it is added: until then it is kept, and must not be
-    changed.
+    changed. Parts that are overwritten earlier are added with `at_once=True`.
 
     `uses_triton` is for comparisons. Without Triton, a GPU computes with torch's operations."""
 
@@ -112,14 +112,22 @@ class Digests:
         self._waiting_bytes = 0
         self._uses_triton = uses_triton
 
-    def add(self, name: str, tensor: Tensor, device: torch.device | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        tensor: Tensor,
+        device: torch.device | None = None,
+        *,
+        at_once: bool = False,
+    ) -> None:
         """Add the digest of a tensor. It is computed on its device, or on another one, to which it
         is copied in chunks."""
         shape = tuple(tensor.shape)
         num_rows, num_columns = _matrix_shape(shape)
         self._kinds.pop(name, None)
         self._numbers.pop(name, None)
-        self.add_part(name, tensor, ((0, num_rows), (0, num_columns)), shape, device)
+        region = ((0, num_rows), (0, num_columns))
+        self.add_part(name, tensor, region, shape, device, at_once=at_once)
 
     def add_part(
         self,
@@ -128,6 +136,8 @@ class Digests:
         region: tuple[Interval, Interval],
         whole_shape: Sequence[int],
         device: torch.device | None = None,
+        *,
+        at_once: bool = False,
     ) -> None:
         """Add the digest of a part to that of its tensor. `region` has the rows and columns of the
         tensor's matrix that the part has (`regions.Region`). Parts must not overlap."""
@@ -144,6 +154,8 @@ class Digests:
             device = part.device
         if self._can_wait(part, region, device):
             self._wait(number, part, region)
+            if at_once:
+                self._add_up_waiting()
         else:
             total = weighted_sum(part, region, device, self._uses_triton)
             self._sums.append(([number], total.view(1)))
@@ -161,13 +173,30 @@ class Digests:
         return has_factors and self._uses_triton and _kernels() is not None
 
     def _wait(self, number: int, part: Tensor, region: tuple[Interval, Interval]) -> None:
+        """Put a part into the list of what waits. It is called for every weight of every transfer,
+        so it makes no views of a tensor that is in one piece."""
         (first_row, last_row), (first_column, last_column) = region
-        units = _units_of(part, last_row - first_row, last_column - first_column)
-        units_per_element = max(1, part.element_size() // _WORD_BYTES)
-        first_unit = first_column * units_per_element
+        num_rows = last_row - first_row
+        num_columns = last_column - first_column
+        row_stride = num_columns
+        if not part.is_contiguous():
+            part = _rows_of(part, num_rows, num_columns)
+            row_stride = part.stride(0)
+        address = part.data_ptr()
+        layout = _layout_of(
+            num_rows,
+            num_columns,
+            row_stride,
+            first_row,
+            first_column,
+            part.element_size(),
+            address % _WORD_BYTES == 0,
+        )
+        kernels = _kernels()
+        assert kernels is not None
         waiting = self._waiting.setdefault(part.device, [])
-        waiting.append(_Part(number, units, first_row, first_unit))
-        self._waiting_bytes += units.nbytes
+        waiting.append(_Part(number, part, kernels.Matrix(address, layout)))
+        self._waiting_bytes += part.nbytes
         if self._waiting_bytes > _MAX_WAITING_BYTES:
             self._add_up_waiting()
 
@@ -175,7 +204,8 @@ class Digests:
         """Launch what waits, and let go of the tensors."""
         for device, parts in self._waiting.items():
             numbers = [part.number for part in parts]
-            self._sums.append((numbers, _sums_of_parts(parts, device)))
+            matrices = [part.matrix for part in parts]
+            self._sums.append((numbers, _sums_of_matrices(matrices, device)))
         self._waiting.clear()
         self._waiting_bytes = 0
 
@@ -312,49 +342,75 @@ def _blocks(
 
 def _sum_with_kernel(kernels: ModuleType, units: Tensor, first_row: int, first_unit: int) -> Tensor:
     """The weighted sum of a block, whose factors may be after those of the tables."""
-    matrix = _matrix_of(kernels, units, first_row, first_unit)
-    num_rows = len(units)
-    row_factors = _factors(_ROWS, first_row, num_rows, units.device)
-    word_factors = _factors(_PLACES, matrix.first_word, _num_words(matrix), units.device)
+    address = units.data_ptr()
+    layout = _layout_of(
+        *units.shape,
+        units.stride(0),
+        first_row,
+        first_unit,
+        units.element_size(),
+        address % _WORD_BYTES == 0,
+    )
+    row_factors = _factors(_ROWS, first_row, len(units), units.device)
+    word_factors = _factors(_PLACES, layout.first_word, layout.num_words, units.device)
     # Counted from the first factors of the block.
-    at_its_factors = matrix._replace(first_row=0, first_word=0)
-    sums: Tensor = kernels.weighted_sums([at_its_factors], row_factors, word_factors)
+    at_its_factors = layout._replace(first_row=0, first_word=0)
+    matrix = kernels.Matrix(address, at_its_factors)
+    sums: Tensor = kernels.weighted_sums([matrix], row_factors, word_factors)
     return sums[0]
 
 
-def _sums_of_parts(parts: Sequence[_Part], device: torch.device) -> Tensor:
-    """The weighted sums of parts on a GPU, whose factors are in the tables."""
+def _sums_of_matrices(matrices: Sequence[Matrix], device: torch.device) -> Tensor:
+    """The weighted sums of matrices on a GPU, whose factors are in the tables."""
     kernels = _kernels()
     assert kernels is not None
-    matrices: list[Matrix] = []
-    num_rows = 0
-    num_words = 0
-    for part in parts:
-        matrix = _matrix_of(kernels, part.units, part.first_row, part.first_unit)
-        matrices.append(matrix)
-        num_rows = max(num_rows, matrix.first_row + len(matrix.units))
-        num_words = max(num_words, matrix.first_word + _num_words(matrix))
+    layouts = [matrix.layout for matrix in matrices]
+    num_rows = max(layout.first_row + layout.num_rows for layout in layouts)
+    num_words = max(layout.first_word + layout.num_words for layout in layouts)
     row_factors = _factors(_ROWS, 0, num_rows, device)
     word_factors = _factors(_PLACES, 0, num_words, device)
     sums: Tensor = kernels.weighted_sums(matrices, row_factors, word_factors)
     return sums
 
 
-def _matrix_of(kernels: ModuleType, units: Tensor, first_row: int, first_unit: int) -> Matrix:
-    """What the kernel reads: whole words, if the rows begin and end with words."""
-    if _begins_and_ends_with_words(units, first_unit):
-        first_unit //= _WORD_BYTES // units.element_size()
-        units = units.view(torch.int32)
-    units_per_word = _WORD_BYTES // units.element_size()
+@functools.lru_cache(maxsize=4096)
+def _layout_of(
+    num_rows: int,
+    num_columns: int,
+    row_stride: int,
+    first_row: int,
+    first_column: int,
+    element_bytes: int,
+    is_aligned: bool,
+) -> Layout:
+    """How the kernel reads a matrix of elements: as whole words, if all its rows begin and end with
+    words, and otherwise as parts of words. `is_aligned` says whether its memory begins with a
+    word."""
+    units_per_element = max(1, element_bytes // _WORD_BYTES)
+    num_units = num_columns * units_per_element
+    stride = row_stride * units_per_element
+    first_unit = first_column * units_per_element
+    units_per_word = max(1, _WORD_BYTES // element_bytes)
+    begins_with_words = is_aligned and first_unit % units_per_word == 0
+    has_whole_words = num_units % units_per_word == 0
+    if begins_with_words and has_whole_words and stride % units_per_word == 0:
+        num_units //= units_per_word
+        stride //= units_per_word
+        first_unit //= units_per_word
+        units_per_word = 1
     first_word, front = divmod(first_unit, units_per_word)
-    matrix: Matrix = kernels.Matrix(units, first_row, first_word, front)
-    return matrix
-
-
-def _num_words(matrix: Matrix) -> int:
-    """The words of a row in which the matrix has units."""
-    units_per_word = _WORD_BYTES // matrix.units.element_size()
-    return math.ceil((matrix.front + matrix.units.shape[1]) / units_per_word)
+    kernels = _kernels()
+    assert kernels is not None
+    layout: Layout = kernels.Layout(
+        num_rows=num_rows,
+        num_columns=num_units,
+        row_stride=stride,
+        first_row=first_row,
+        first_word=first_word,
+        front=front,
+        units_per_word=units_per_word,
+    )
+    return layout
 
 
 def _sum_of_block(units: Tensor, first_row: int, first_unit: int) -> Tensor:
@@ -391,15 +447,21 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _units_of(tensor: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """A tensor as a matrix of 8, 16 or 32-bit integers. It is not copied if the elements of its
-    rows are neighbours in memory."""
+    """A tensor as a matrix of 8, 16 or 32-bit integers."""
+    matrix = _rows_of(tensor, num_rows, num_columns)
+    return matrix.view(_UNITS.get(tensor.element_size(), torch.int32))
+
+
+def _rows_of(tensor: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """A tensor as a matrix. It is not copied if the elements of its rows are neighbours in
+    memory."""
     matrix = tensor.detach().reshape(num_rows, num_columns)
     if num_columns == 1:
         # Its stride along the row has no meaning, and may be one that views do not accept.
-        matrix = matrix[:, 0].unsqueeze(1)
-    elif matrix.stride(1) != 1:
-        matrix = matrix.contiguous()
-    return matrix.view(_UNITS.get(tensor.element_size(), torch.int32))
+        return matrix[:, 0].unsqueeze(1)
+    if matrix.stride(1) != 1:
+        return matrix.contiguous()
+    return matrix
 
 
 def _begins_and_ends_with_words(units: Tensor, first_unit: int) -> bool:

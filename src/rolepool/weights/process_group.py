@@ -366,7 +366,8 @@ class Receiver(_End):
                 places.append(part)
                 contents.append(content)
                 if matrix.dtype != content.dtype:
-                    digests.add_part(weight.name, content, region, weight.shape)
+                    # The next message of this peer is written over it.
+                    digests.add_part(weight.name, content, region, weight.shape, at_once=True)
             if places:
                 torch._foreach_copy_(places, contents)
 
