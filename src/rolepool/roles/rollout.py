@@ -31,7 +31,13 @@ from rolepool.weights.channels import unpacked
 from rolepool.weights.digests import Digests
 from rolepool.weights.group import MeetingPoint, TransferGroup
 from rolepool.weights.process_group import Receiver
-from rolepool.weights.receipts import Delivery, Receipt
+from rolepool.weights.receipts import (
+    NOTHING_TO_COMPARE,
+    Delivery,
+    Receipt,
+    WeightsDifferError,
+    check_receipt,
+)
 from rolepool.weights.regions import Region
 from rolepool.weights.routes import Layout, Weight
 
@@ -76,6 +82,8 @@ class Rollout(ModelRole):
                 if ability not in abilities:
                     logger.warning("%s=%s has no %s: %s", ENGINE_KEY, name, ability, loss)
         self._has_warned = False
+        self._wrong_weights: WeightsDifferError | None = None
+        """Why the engine must not generate with the weights that it has."""
         self._receiver: Receiver | None = None
         """This rank's end of the process group with the actor, if it has joined one."""
         self.conversations = conversations_of(config)
@@ -95,6 +103,8 @@ class Rollout(ModelRole):
     def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
         """A response to each prompt, or a conversation. It depends on weights, prompt and seed, not
         on the rank."""
+        if self._wrong_weights is not None:
+            raise self._wrong_weights
         sampling = self._sampling(purpose)
         asked = Prompts.of(prompts)
         run_seed = self.context.run_seed
@@ -166,7 +176,11 @@ class Rollout(ModelRole):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights_here(self, version: int) -> Delivery:
-        """Take the weights of the actor in this process. Nothing is moved if both use one model."""
+        """Take the weights of the actor in this process. Nothing is moved if both use one model.
+
+        A process that is alone compares both receipts itself, so that the driver does not have to
+        wait for them before the next generation. If they differ, it refuses to generate.
+        """
         actor = self.siblings[Role.Actor]
         assert isinstance(actor, Actor)
         names = () if self.engine.shared_weights else None
@@ -179,7 +193,20 @@ class Rollout(ModelRole):
         sent_receipt = None
         if sent is not None:
             sent_receipt = Receipt(version, sent.read())
+        if self.world_size == 1 and sent_receipt is not None:
+            self._check(sent_receipt, got)
+            return NOTHING_TO_COMPARE
         return Delivery(sent_receipt, got)
+
+    def _check(self, sent: Receipt, got: Receipt | None) -> None:
+        """Compare the receipts of both sides. Raises WeightsDifferError, now and before every later
+        generation."""
+        self._wrong_weights = None
+        try:
+            check_receipt(sent, got, f"{self.context.pool} rank {self.rank}")
+        except WeightsDifferError as error:
+            self._wrong_weights = error
+            raise
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights(self, weights: DataProto, version: int | None) -> Receipt | None:
@@ -239,7 +266,7 @@ def _noted(
     tensors: Iterable[tuple[str, Tensor]],
     digests: Digests | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors. Their digests are computed before they are handed on."""
+    """The same tensors. They are noted before they are handed on, and must not be changed."""
     for name, tensor in tensors:
         if digests is not None:
             digests.add(name, tensor)

@@ -40,6 +40,10 @@ class Delivery:
     """None if the engine gives no receipts."""
 
 
+NOTHING_TO_COMPARE = Delivery(sent=None, got=None)
+"""What a process says that has compared both sides itself."""
+
+
 def check_receipt(sent: Receipt, got: Receipt | None, receiver: str) -> None:
     """Compare the two receipts of a transfer. `receiver` is who has the second one, in words.
 
