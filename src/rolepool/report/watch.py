@@ -128,14 +128,15 @@ class WatchedRun:
         axis_s = max(running_s, *times_s, 0)
         yield Text(f"{state.what}, running for {duration(running_s)}; a line is {duration(axis_s)}")
         for pool, calls in state.pools.items():
-            running = ""
+            running: list[str] = []
             bars: list[Bar] = []
             for name, start_s, end_s in calls:
                 if end_s is None:
-                    running += f"{name} for {duration(now_s - start_s)}"
+                    running.append(f"{name} for {duration(now_s - start_s)}")
                 until_s = end_s or now_s
                 bars.append((name, start_s - since_s, until_s - since_s))
-            yield self._title(f"{pool}: {running or 'waiting'}", pool)
+            what = ", ".join(running) or "waiting"
+            yield self._title(f"{pool}: {what}", pool)
             yield lane(bars, axis_s)
 
     def _recorded_lanes(self) -> Iterator[Text]:
