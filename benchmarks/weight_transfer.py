@@ -13,7 +13,8 @@ made on the device, so no file is read.
     full            all weights, through a process group (gloo, or NCCL)
     delta           only what changed: after a step of AdamW on random gradients with each learning
                     rate of --rates, and after other values for each share of --shares
-    shared memory   gathered by the actor's rank 0, 16 tensors at a time, through Ray's object store
+    shared memory   each rank exports its rows of 16 tensors at a time to Ray's object store, and
+                    each engine process reads what it holds from there
     copy            the engine's bytes, copied once in one process: in host memory, and on a GPU from
                     it to pinned host memory
 
@@ -87,7 +88,7 @@ class NoDigests(Digests):
 def set_receipts(on: bool) -> None:
     """Let all transfers of this process compute digests, or not."""
     chosen = Digests if on else NoDigests
-    for name in ("weights.process_group", "roles.actor_critic", "rollout.tensor_parallel"):
+    for name in ("weights.process_group", "roles.actor_critic", "rollout.weight_rows"):
         sys.modules[f"rolepool.{name}"].Digests = chosen  # type: ignore[attr-defined]
 
 
@@ -196,6 +197,11 @@ class BenchRollout(Rollout):
     @register(Dispatch.ONE_TO_ALL)
     def receipts(self, on: bool) -> None:
         set_receipts(on)
+
+    @property
+    def _engine_for_parts(self) -> StreamedEngine:
+        engine: Any = self.engine
+        return engine  # type: ignore[no-any-return]
 
     @register(Dispatch.ONE_TO_ALL)
     def held_bytes(self) -> int:

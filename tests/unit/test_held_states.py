@@ -42,7 +42,7 @@ def test_a_role_does_not_hold_a_state_any_more_after_a_call_that_may_change_its_
     held = Held.now(3, "actor", role_of(group))
     for other_role, harmless in [
         ("actor", "compute_log_prob"),
-        ("actor", "export_weights"),
+        ("actor", "export_rows"),
         ("actor", "take_snapshot"),
         ("critic", "update_critic"),
     ]:

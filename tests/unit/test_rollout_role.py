@@ -22,6 +22,8 @@ from rolepool.roles.setups import RolloutSetup
 from rolepool.rollout import NativeEngine
 from rolepool.rollout.engine import ABILITIES
 from rolepool.rollout.transformers_engine import TransformersEngine
+from rolepool.weights.messages import as_matrix
+from rolepool.weights.rows import WeightRows
 
 NORM = "model.norm.weight"
 GIB = 2**30
@@ -49,9 +51,17 @@ def make_rollout(demo: Demo, device: str = "cpu", *overrides: str) -> Rollout:
         return Rollout(config, RolloutSetup(stop_token_ids=(1,), dtype=torch.float64))
 
 
-def leg(named: Iterable[tuple[str, Tensor]]) -> DataProto:
-    """As the actor's `export_weights` gives them."""
-    return DataProto.from_dict({name: tensor[None] for name, tensor in named})
+def leg(named: Iterable[tuple[str, Tensor]]) -> list[dict[str, WeightRows]]:
+    """As two ranks of an actor export them."""
+    exports: list[dict[str, WeightRows]] = [{}, {}]
+    for name, tensor in named:
+        matrix = as_matrix(tensor.detach())
+        middle = (len(matrix) + 1) // 2
+        shape = tuple(tensor.shape)
+        # In the wrong order, which must not matter.
+        exports[0][name] = WeightRows(shape, middle, matrix[middle:])
+        exports[1][name] = WeightRows(shape, 0, matrix[:middle])
+    return exports
 
 
 def log_probs(rollout: Rollout) -> Tensor:
@@ -123,7 +133,7 @@ def test_a_weight_that_no_leg_brought_is_named_at_the_end(
 @pytest.mark.parametrize(
     ("second", "complaint"),
     [
-        ({NORM: torch.zeros(64)}, r"model\.norm\.weight was sent twice"),
+        ({NORM: torch.zeros(128)}, r"model\.norm\.weight was sent twice"),
         ({"model.norm.wait": torch.zeros(64)}, r"model\.norm\.wait is not a weight"),
         ({"lm_head.weight": torch.zeros(3, 64)}, r"lm_head\.weight has shape \[3, 64\]"),
     ],

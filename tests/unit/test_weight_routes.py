@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transfer_ranks import Ranks, held_parts, weight_of
 
-from rolepool.errors import DataError
+from rolepool.errors import DataError, RolepoolError
 from rolepool.protocol.aborting import abort_all
 from rolepool.rollout.engine import StreamedEngine
 from rolepool.rollout.tensor_parallel import Shard
@@ -45,6 +45,7 @@ from rolepool.weights.routes import (
     own_region,
     rows_in_shard,
 )
+from rolepool.weights.rows import WeightRows, assembled
 from tiny_models import make_model
 
 TRAINERS = (Trainer(1, 1), Trainer(2, 2), Trainer(2, 1), Trainer(4, 2), Trainer(3, 3))
@@ -309,6 +310,65 @@ def test_an_engine_takes_parts_as_it_takes_whole_tensors() -> None:
             own = engine.model.get_parameter(name)
             assert torch.equal(own, engine.shard.part(name, weight)), name
         engine.raise_if_not_ready()
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=str)
+def test_rows_from_shared_memory_give_an_engine_its_part_or_whole_tensors(trainer: Trainer) -> None:
+    """In two calls, as a transfer makes them."""
+    model = make_model("qwen2", seed=1)
+    weights = {name: one.detach() for name, one in model.named_parameters()}
+    exports: list[dict[str, WeightRows]] = []
+    digests = []
+    for rank in range(trainer.num_ranks):
+        exported: dict[str, WeightRows] = {}
+        of_rank = Digests()
+        for name, weight in weights.items():
+            region = own_region(weight_of(name, weight), trainer, rank)
+            shape = tuple(weight.shape)
+            rows = as_matrix(weight)[slice(*region.rows)]
+            if len(rows):
+                exported[name] = WeightRows(shape, region.rows[0], rows)
+                of_rank.add_part(name, rows, region, shape)
+        exports.append(exported)
+        digests.append(of_rank.read())
+    names = list(weights)
+    calls = []
+    for some in (names[:5], names[5:]):
+        of_call = []
+        for exported in exports:
+            of_call.append({name: exported[name] for name in some if name in exported})
+        calls.append(of_call)
+    sent = Receipt(4, sum_of(digests))
+
+    whole = dict(assembled(calls[0])) | dict(assembled(calls[1]))
+    assert whole.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(whole[name], weight)
+
+    receipts = []
+    held = []
+    for rank in range(2):
+        engine = StreamedEngine(make_model("qwen2"))
+        engine.shard = Shard(model.config, 2, rank)
+        engine.shard.keep_own_part(engine.model)
+        held.append(engine.held_regions({name: one.shape for name, one in weights.items()}))
+        assert engine.take_rows(calls[0], None) is None
+        with pytest.raises(RolepoolError, match="failed halfway or has not ended"):
+            engine.raise_if_not_ready()
+        receipt = engine.take_rows(calls[1], 4)
+        assert receipt is not None
+        receipts.append(receipt)
+        engine.raise_if_not_ready()
+        for name, weight in weights.items():
+            assert torch.equal(engine.model.get_parameter(name), engine.shard.part(name, weight))
+    check_parts(sent, receipts, held, ["a", "b"])
+    # A row that one rank did not export is missing.
+    engine = StreamedEngine(make_model("qwen2"))
+    lost = next(name for name in names[5:] if name in calls[1][0])
+    del calls[1][0][lost]
+    engine.take_rows(calls[0], None)
+    with pytest.raises(DataError, match=f"1 of .* are missing: {lost}"):
+        engine.take_rows(calls[1], 4)
 
 
 def test_an_engine_refuses_weights_that_are_not_its_own() -> None:

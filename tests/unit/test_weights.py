@@ -18,7 +18,6 @@ from rolepool.rollout.tensor_parallel import Shard
 from rolepool.rollout.transformers_engine import TransformersEngine
 from rolepool.rollout.vllm_client import VllmClient
 from rolepool.rollout.vllm_engine import VllmEngine, start_vllm
-from rolepool.weights.channels import packed, unpacked
 from rolepool.weights.digests import digests_of
 from rolepool.weights.receipts import Receipt, WeightsDifferError, check_receipt
 from tiny_models import make_model, write_model
@@ -89,14 +88,14 @@ def source_of(model: Any, dtype: torch.dtype | None = None) -> WeightSource:
 def deliver(
     source: WeightSource, engine: StreamedEngine, damaged: str | None = None
 ) -> tuple[Receipt, Receipt | None]:
-    """Send all weights as they go through shared memory, and return both receipts. One bit of the
-    tensor with the name `damaged` flips on its way."""
+    """Send all weights as whole tensors, and return both receipts. One bit of the tensor with the
+    name `damaged` flips on its way."""
     with source.open() as tensors:
         sent = {name: tensor.clone() for name, tensor in tensors}
     digests = digests_of(sent.items())
     if damaged is not None:
         sent[damaged] = with_flipped_bit(sent[damaged], bit=77)
-    got = engine.update_weights(unpacked(packed(sent)), 1)
+    got = engine.update_weights(sent.items(), 1)
     return Receipt(1, digests), got
 
 

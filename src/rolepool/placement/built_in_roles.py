@@ -91,9 +91,8 @@ def _rollout() -> RoleSpec:
         method=worker.method(lambda rollout: rollout.take_weights),
         other_methods=(
             worker.method(lambda rollout: rollout.take_weights_here),
-            actor.method(lambda actor: actor.export_weights),
+            actor.method(lambda actor: actor.export_rows),
             actor.method(lambda actor: actor.sent_receipt),
-            actor.method(lambda actor: actor.weight_specs),
             worker.method(lambda rollout: rollout.receive_weights),
             actor.method(lambda actor: actor.send_weights),
             actor.method(lambda actor: actor.weights_to_send),

@@ -1,7 +1,8 @@
 """The roles that compute a number for every response token: actor, critic, and the reference for KL
 terms."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -40,13 +41,13 @@ from rolepool.protocol.stores import listening_store
 from rolepool.roles.model_role import ModelRole
 from rolepool.roles.setups import ActorSetup, Setup, TrainingSetup
 from rolepool.roles.trained_role import TrainedRole
-from rolepool.weights.channels import packed
 from rolepool.weights.digests import Digests
 from rolepool.weights.group import MeetingPoint, TransferGroup
 from rolepool.weights.messages import as_matrix, dtype_of
-from rolepool.weights.process_group import Sender, Sent
+from rolepool.weights.process_group import RowsOf, Sender, Sent
 from rolepool.weights.receipts import Receipt
-from rolepool.weights.routes import Layout, Weight, rows_in_shard
+from rolepool.weights.routes import Layout, Trainer, Weight, own_region, rows_in_shard
+from rolepool.weights.rows import WeightRows
 
 
 def _columns_of_log_prob(role: type, config: Config, setup: Setup) -> tuple[str, ...]:
@@ -196,38 +197,55 @@ class Actor(TrainedRole):
             metrics["kl_loss"] = kl_loss.detach()
         return loss, metrics
 
-    # Weights for a rollout in another pool, through shared memory (`rolepool.weights.channels`)
+    # Weights for a rollout in another pool (`rolepool.weights.channels`)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def weight_specs(self) -> list[WeightSpec]:
+    def weights_to_send(self) -> list[Weight]:
         """All weights without their numbers; tied weights are listed once."""
-        return self.weights.specs()
+        return [_as_weight(spec) for spec in self.weights.specs()]
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def export_weights(self, *names: str) -> DataProto:
-        """Some weights, gathered from all ranks. Rank 0 returns them. The other ranks only take
-        part in gathering: they copy nothing and return an empty batch."""
-        exported: dict[str, Tensor] = {}
-        with self.weights.open(names) as tensors:
-            for name, tensor in tensors:
-                if self.rank == 0:
-                    self._sent.add(name, tensor)  # before it leaves the device
-                    exported[name] = tensor.cpu()
-        return packed(exported)
+    # Through shared memory
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def export_rows(self, weights: Sequence[Weight]) -> dict[str, WeightRows]:
+        """This rank's own rows of some weights, in host memory."""
+        exported: dict[str, WeightRows] = {}
+        with self._open_own_rows() as rows_of:
+            for weight in weights:
+                region = own_region(weight, self._trainer, self.rank)
+                if region.num_elements:
+                    rows = rows_of(weight)
+                    # Before they leave the device.
+                    self._sent.add_part(weight.name, rows, region, weight.shape)
+                    first_row, _ = region.rows
+                    exported[weight.name] = WeightRows(weight.shape, first_row, rows.cpu())
+        return exported
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def sent_receipt(self, version: int) -> Receipt:
-        """The digests of what was exported since the last receipt."""
+        """The digests of what this rank has exported since the last receipt."""
         receipt = Receipt(version, self._sent.read())
         self._sent = Digests()
         return receipt
 
-    # The same through a process group
+    @property
+    def _trainer(self) -> Trainer:
+        dims = self.context.dims
+        return Trainer(dims.world_size, dims.shard)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def weights_to_send(self) -> list[Weight]:
-        """What the routes depend on."""
-        return [_as_weight(spec) for spec in self.weights.specs()]
+    @contextmanager
+    def _open_own_rows(self) -> Iterator[RowsOf]:
+        """This rank's own rows of weights, in the dtype in which they are sent."""
+        with self.weights.open_shards() as shard_of:
+
+            def rows_of(weight: Weight) -> Tensor:
+                first, end = rows_in_shard(weight, self._trainer, self.rank)
+                shard = as_matrix(shard_of(weight.name))
+                return shard[first:end].to(dtype_of(weight))
+
+            yield rows_of
+
+    # Through a process group
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def open_meeting(self, num_ranks: int, secret: str) -> MeetingPoint:
@@ -241,7 +259,6 @@ class Actor(TrainedRole):
         """Meet the ranks of the rollout. All of them do this at the same time."""
         if self._sender is not None:
             self._sender.close()
-        self._layout = layout
         group = TransferGroup(point, self.rank, layout.num_ranks, self.device)
         self._sender = Sender(group, layout, self.rank, self.device)
 
@@ -254,14 +271,7 @@ class Actor(TrainedRole):
         """Send this rank's rows of all weights, at the same time as the rollout receives them.
         `turn` is the result of the rollout's `await_turn`."""
         assert self._sender is not None, "this rank has not joined the transfers"
-        trainer = self._layout.trainer
-        with self.weights.open_shards() as shard_of, part("send"):
-
-            def rows_of(weight: Weight) -> Tensor:
-                first, end = rows_in_shard(weight, trainer, self.rank)
-                shard = as_matrix(shard_of(weight.name))
-                return shard[first:end].to(dtype_of(weight))
-
+        with self._open_own_rows() as rows_of, part("send"):
             return self._sender.send(rows_of)
 
 

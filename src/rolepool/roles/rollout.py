@@ -27,7 +27,6 @@ from rolepool.roles.setups import RolloutSetup
 from rolepool.rollout.conversations import conversations_of
 from rolepool.rollout.engine import ABILITIES, Engine, Request, Sampling, StreamedEngine
 from rolepool.rollout.sampling import sample_seed
-from rolepool.weights.channels import unpacked
 from rolepool.weights.digests import Digests
 from rolepool.weights.group import MeetingPoint, TransferGroup
 from rolepool.weights.process_group import Receiver
@@ -40,6 +39,7 @@ from rolepool.weights.receipts import (
 )
 from rolepool.weights.regions import Region
 from rolepool.weights.routes import Layout, Weight
+from rolepool.weights.rows import Exported, assembled
 
 Purpose = Literal["train", "validate", "baseline"]
 """What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of
@@ -209,21 +209,38 @@ class Rollout(ModelRole):
             raise
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def take_weights(self, weights: DataProto, version: int | None) -> Receipt | None:
-        """Take some of the weights, as the actor's `export_weights` returns them. The last call
-        gives the version; then the engine drops what it computed with the old weights. It returns
-        the engine's receipt, if there is one."""
-        got = self.engine.update_weights(unpacked(weights), version)
+    def held_regions(self, weights: list[Weight]) -> dict[str, Region] | None:
+        """The part of each of the actor's weights that this rank holds; None if the engine takes
+        whole tensors."""
+        engine = self._engine_for_parts
+        if engine is None:
+            return None
+        return engine.held_regions({weight.name: weight.shape for weight in weights})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def take_weights(self, exports: list[Exported], version: int | None) -> Receipt | None:
+        """Take some of the weights, as the ranks of the actor return them from `export_rows`. The
+        last call gives the version; then the engine drops what it computed with the old weights. It
+        returns the engine's receipt, if there is one."""
+        engine = self._engine_for_parts
+        if engine is None:
+            got = self.engine.update_weights(assembled(exports), version)
+        else:
+            got = engine.take_rows(exports, version)
         if version is not None:
             self._warn_without(got)
         return got
 
-    # The same through a process group. Only engines of rolepool's own can take a part of a weight.
+    @property
+    def _engine_for_parts(self) -> StreamedEngine | None:
+        """The engine if it is one of rolepool's own, which can take a part of a weight. The
+        interface of others is a stream of whole tensors."""
+        if self.keys.engine not in ENGINES:
+            return None
+        assert isinstance(self.engine, StreamedEngine)
+        return self.engine
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def held_regions(self, weights: list[Weight]) -> dict[str, Region]:
-        """The part of each of the actor's weights that this rank holds."""
-        return self._own_engine.held_regions({weight.name: weight.shape for weight in weights})
+    # The same through a process group
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def join_transfers(self, point: MeetingPoint, layout: Layout) -> None:
@@ -243,13 +260,10 @@ class Rollout(ModelRole):
         """Receive what this rank holds of all weights, at the same time as the actor sends them.
         `turn` is the result of the actor's `await_turn`."""
         assert self._receiver is not None, "this rank has not joined the transfers"
+        engine = self._engine_for_parts
+        assert engine is not None, "the channel of this engine is another one"
         with part("receive"):
-            return self._own_engine.receive_weights(self._receiver.receive, version)
-
-    @property
-    def _own_engine(self) -> StreamedEngine:
-        assert isinstance(self.engine, StreamedEngine), "the channel of this engine is another one"
-        return self.engine
+            return engine.receive_weights(self._receiver.receive, version)
 
     def _warn_without(self, receipt: Receipt | None) -> None:
         """Say once in a run that nobody compares the weights of this engine."""

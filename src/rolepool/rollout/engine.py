@@ -17,9 +17,11 @@ from torch import Tensor
 
 from rolepool.errors import DataError, RolepoolError, first_few
 from rolepool.rollout.tensor_parallel import HfModule, Shard, WeightStream
+from rolepool.rollout.weight_rows import RowStream
 from rolepool.weights.digests import Digest
 from rolepool.weights.receipts import Receipt
 from rolepool.weights.regions import Region, whole_region
+from rolepool.weights.rows import Exported
 
 CopyInto = Callable[[Mapping[str, Tensor]], dict[str, Digest]]
 """Copies new weights into tensors by name. Returns the digests of what it has copied."""
@@ -195,7 +197,7 @@ class StreamedEngine(Engine):
         self.model = model
         self.version = 0
         self._asleep = False
-        self._arriving: WeightStream | None = None
+        self._arriving: WeightStream | RowStream | None = None
         """An update of the weights that has not ended, or that failed."""
 
     def raise_if_not_ready(self) -> None:
@@ -218,7 +220,9 @@ class StreamedEngine(Engine):
             return Receipt(version, is_shared=True)
         if self._arriving is None:
             self.begin_update()
-        stream = self._arriving or WeightStream(self.model, self.shard)
+        stream = self._arriving
+        if not isinstance(stream, WeightStream):
+            stream = WeightStream(self.model, self.shard)
         # If copying fails, the next update starts again.
         self._arriving = WeightStream(self.model, self.shard)
         stream.take(named_tensors)
@@ -229,27 +233,13 @@ class StreamedEngine(Engine):
         self._end_update(digests, version)
         return Receipt(version, digests)
 
-    # Weights that arrive in parts, through a process group
+    # Weights of which this rank takes only its part
 
     def held_regions(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Region]:
         """The part of each weight that this rank holds, from the shapes of all weights of the
         actor. Raises DataError if these are not the weights of this model."""
-        regions: dict[str, Region] = {}
-        targets = self.model.state_dict(keep_vars=True)
-        for name, shape in shapes.items():
-            if name not in targets:
-                raise DataError(f"weights: {name} is not a weight of this model")
-            target = targets[name]
-            own_shape = target.shape
-            if self.shard is not None:
-                own_shape = self.shard.whole_shape(name, own_shape)
-            if tuple(own_shape) != tuple(shape):
-                raise DataError(
-                    f"weights: {name} has shape {list(shape)}, the model's {list(own_shape)}"
-                )
-            regions[name] = whole_region(shape)
-            if self.shard is not None:
-                regions[name] = self.shard.region(name, shape)
+        targets = self._targets()
+        regions = {name: self._region_of(name, shape, targets) for name, shape in shapes.items()}
         # Tied weights come with one of their names.
         arriving = {id(targets[name]) for name in shapes}
         missing = [name for name, target in targets.items() if id(target) not in arriving]
@@ -259,13 +249,52 @@ class StreamedEngine(Engine):
             )
         return regions
 
+    def _targets(self) -> dict[str, Tensor]:
+        """The tensors of the model by name. Tied weights are one object with several names."""
+        targets: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
+        return targets
+
+    def _region_of(self, name: str, shape: Sequence[int], targets: Mapping[str, Tensor]) -> Region:
+        """The part of a weight of this shape that this rank holds."""
+        if name not in targets:
+            raise DataError(f"weights: {name} is not a weight of this model")
+        own_shape = targets[name].shape
+        if self.shard is not None:
+            own_shape = self.shard.whole_shape(name, own_shape)
+        if tuple(own_shape) != tuple(shape):
+            raise DataError(
+                f"weights: {name} has shape {list(shape)}, the model's {list(own_shape)}"
+            )
+        return whole_region(shape) if self.shard is None else self.shard.region(name, shape)
+
+    def take_rows(self, exports: Sequence[Exported], version: int | None) -> Receipt | None:
+        """Copy this rank's part of some weights, whose rows several ranks have exported. The last
+        call gives the version, and returns the receipt."""
+        if self._arriving is None:
+            self.begin_update()
+        targets = self._targets()
+        stream = self._arriving if isinstance(self._arriving, RowStream) else RowStream(targets)
+        # If copying fails, the next update starts again.
+        self._arriving = RowStream(targets)
+        held: dict[str, Region] = {}
+        for exported in exports:
+            for name, part in exported.items():
+                held[name] = self._region_of(name, part.shape, targets)
+        stream.take(exports, held)
+        if version is None:
+            self._arriving = stream
+            return None
+        digests = stream.end()
+        self._end_update(digests, version)
+        return Receipt(version, digests)
+
     def receive_weights(self, copy_into: CopyInto, version: int) -> Receipt:
         """Let a function copy new weights into the model. It gets the tensors by name, and returns
         the digests of what they have then. Until it has ended well, the engine cannot generate."""
         self.begin_update()
         # As with a stream: after an error, only another update makes the engine ready.
-        self._arriving = WeightStream(self.model, self.shard)
-        targets = self.model.state_dict(keep_vars=True)
+        targets = self._targets()
+        self._arriving = RowStream(targets)
         digests = copy_into({name: target.detach() for name, target in targets.items()})
         self._end_update(digests, version)
         return Receipt(version, digests)

@@ -2,8 +2,7 @@
 
 A channel queues the calls of a transfer and returns. Each transfer ends with receipts, and `check`
 compares them before anything is generated with the new weights. The ends of a channel in the
-processes are methods of the roles: the actor's `export_weights` and `sent_receipt`, the rollout's
-`take_weights` and `take_weights_here`.
+processes are methods of the roles.
 
 The plan chooses the channel (`rolepool.placement.weight_ways`). Inside of one pool no weight leaves
 its process. Between pools, the channel is a process group of both; shared memory remains for the
@@ -13,14 +12,12 @@ engines that do not take parts of weights, and for ranks that share a GPU.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from secrets import token_hex
 from typing import Any
 
-from torch import Tensor
-
 from rolepool.placement.weight_ways import WeightWay
-from rolepool.protocol import CallFuture, DataProto
+from rolepool.protocol import CallFuture
 from rolepool.weights.digests import sum_of
 from rolepool.weights.process_group import Sent
 from rolepool.weights.receipts import Delivery, Receipt, check_parts, check_receipt
@@ -92,8 +89,8 @@ class SameProcess(Channel):
 
 
 class SharedMemory(Channel):
-    """Weights go from the actor's rank 0 through shared memory to every process of the rollout, a
-    few layers at a time. Ray sends them to other nodes.
+    """Every rank of the actor puts its own rows into shared memory, a few layers at a time, and
+    every process of the rollout reads what it needs from there. Ray sends them to other nodes.
 
     This cannot deadlock, because both pools get their calls in the same order, and no call waits
     for the other pool.
@@ -101,30 +98,34 @@ class SharedMemory(Channel):
 
     def __init__(self, actor: Calls, rollout: Calls) -> None:
         super().__init__(actor, rollout)
-        names = [spec.name for spec in actor.weight_specs().get()]
-        starts = range(0, len(names), TENSORS_PER_CALL)
-        self._groups = [names[start : start + TENSORS_PER_CALL] for start in starts]
+        weights: list[Weight] = actor.weights_to_send().get()
+        starts = range(0, len(weights), TENSORS_PER_CALL)
+        self._groups = [weights[start : start + TENSORS_PER_CALL] for start in starts]
+        self._held: list[Held] | None = rollout.held_regions(weights).get()
+        """None if the engine takes whole tensors."""
+        self._version = 0
         self._sent: CallFuture | None = None
         self._got: CallFuture | None = None
         """The last call of the rollout, which returns the receipts."""
 
     def send(self, version: int) -> list[CallFuture]:
-        exported = [self._actor.export_weights(*group) for group in self._groups]
+        exported = [self._actor.export_rows(group) for group in self._groups]
+        self._version = version
         self._sent = self._actor.sent_receipt(version)
         versions = [*[None] * (len(self._groups) - 1), version]  # the last call gives the version
         taken = []
-        for weights, version_or_none in zip(exported, versions, strict=True):
-            taken.append(self._rollout.take_weights(weights, version_or_none))
+        for rows, version_or_none in zip(exported, versions, strict=True):
+            taken.append(self._rollout.take_weights(rows, version_or_none))
         self._got = taken[-1]
         return taken
 
     def check(self) -> None:
         if self._sent is None or self._got is None:
             return
-        receipts: Sequence[Receipt | None] = self._got.get()
-        sent: Receipt = self._sent.get()
-        for rank, got in enumerate(receipts):
-            check_receipt(sent, got, _name_of(self._rollout, rank))
+        got: list[Receipt | None] = self._got.get()
+        of_ranks: list[Receipt] = self._sent.get()
+        sent = Receipt(self._version, sum_of(receipt.digests for receipt in of_ranks))
+        check_ranks(self._rollout, sent, got, self._held)
         self._sent = self._got = None
 
 
@@ -152,12 +153,14 @@ class ProcessGroup(Channel):
         for call in joined:
             call.get()
         self._version = 0
+        self._turns: list[CallFuture] = []
         self._sent: CallFuture | None = None
         self._got: CallFuture | None = None
 
     def send(self, version: int) -> list[CallFuture]:
         of_actor = self._actor.await_turn()
         of_rollout = self._rollout.await_turn()
+        self._turns = [of_actor, of_rollout]
         self._version = version
         self._sent = self._actor.send_weights(of_rollout)
         self._got = self._rollout.receive_weights(of_actor, version)
@@ -168,34 +171,36 @@ class ProcessGroup(Channel):
             return
         got: list[Receipt] = self._got.get()
         sent: list[Sent] = self._sent.get()
+        for turn in self._turns:
+            # They have ended. The watchdog learns from this how long such a call takes, and so
+            # notices soon if a process that has stopped does not run the next one.
+            turn.get()
         digests = sum_of(part.digests for part in sent)
         whole = Receipt(self._version, digests)
-        num_parts = self._rollout.dims.tp
-        for first in range(0, len(got), num_parts):
-            ranks = range(first, first + num_parts)
-            check_parts(
-                whole,
-                [got[rank] for rank in ranks],
-                [self._layout.engines[rank] for rank in ranks],
-                [_name_of(self._rollout, rank) for rank in ranks],
-            )
+        check_ranks(self._rollout, whole, got, self._layout.engines)
         self._sent = self._got = None
+
+
+def check_ranks(
+    rollout: Calls,
+    sent: Receipt,
+    got: Sequence[Receipt | None],
+    held: Sequence[Held] | None,
+) -> None:
+    """Compare what was sent with what each rank of the rollout has got. `held` is what each of them
+    holds; None if their receipts are of whole weights."""
+    names = [_name_of(rollout, rank) for rank in range(len(got))]
+    if held is None:
+        for receipt, name in zip(got, names, strict=True):
+            check_receipt(sent, receipt, name)
+        return
+    num_parts = rollout.dims.tp
+    for first in range(0, len(got), num_parts):
+        copy = slice(first, first + num_parts)
+        parts = [receipt for receipt in got[copy] if receipt is not None]
+        assert len(parts) == num_parts, "an engine that takes parts gives receipts"
+        check_parts(sent, parts, held[copy], names[copy])
 
 
 def _name_of(rollout: Calls, rank: int) -> str:
     return f"{rollout.group.name} rank {rank}"
-
-
-# What travels through shared memory
-
-
-def packed(tensors: Mapping[str, Tensor]) -> DataProto:
-    """Weights as a batch of one row. Columns of a batch are kept in shared memory, and the processes
-    that read them fetch them from there, not from the driver."""
-    return DataProto.from_dict({name: tensor.unsqueeze(0) for name, tensor in tensors.items()})
-
-
-def unpacked(batch: DataProto) -> Iterator[tuple[str, Tensor]]:
-    """The weights of such a batch."""
-    for name, row in batch.batch.items():
-        yield name, row[0]
