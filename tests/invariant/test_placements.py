@@ -177,7 +177,7 @@ def run(
             updates = [
                 call.get()[0]
                 for name in ("update_critic", "update_actor")
-                for call in step.calls[name]
+                for call in step.calls.get(name, ())
             ]
             course.metrics.append(
                 {
