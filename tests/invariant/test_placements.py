@@ -30,7 +30,7 @@ from rolepool.protocol import DataProto, DataProtoFuture
 from rolepool.protocol.columns import flat_values
 from rolepool.trainer.advantages import Estimator, describe, repeated
 from rolepool.trainer.build import build_roles
-from rolepool.trainer.step import ppo_step
+from rolepool.trainer.paper import step_of
 
 NUM_STEPS = 3
 TOLERANCE = 1e-9
@@ -171,7 +171,8 @@ def run(
         watched = WatchedRollout(roles.rollout, replayed)
         roles.rollout = watched  # type: ignore[assignment]
         for number in range(1, NUM_STEPS + 1):
-            step = ppo_step(config, roles, estimator, repeated(loader.next_batch(), 2), number)
+            prompts = repeated(loader.next_batch(), 2)
+            step = step_of(config)(config, roles, estimator, prompts, number)
             course.sampled.append(watched.sampled[-1].get().select(deepcopy=True))
             course.advantages.append(flat_values(step.estimated.batch.batch["advantages"]))
             updates = [
