@@ -108,7 +108,10 @@ class WatchedRollout:
     replayed: Course | None
     sampled: list[DataProtoFuture] = field(default_factory=list)
 
-    def generate_sequences(self, prompts: DataProto) -> DataProtoFuture:
+    def generate_sequences(self, prompts: DataProto, purpose: str = "train") -> DataProtoFuture:
+        if purpose != "train":  # the greedy responses of ReMax
+            greedy: DataProtoFuture = self.rollout.generate_sequences(prompts, purpose=purpose)
+            return greedy
         self.sampled.append(self.rollout.generate_sequences(prompts))
         if self.replayed is None:
             return self.sampled[-1]

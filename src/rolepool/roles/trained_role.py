@@ -246,13 +246,15 @@ class TrainedRole(ModelRole):
         save_trained(self.trained, Path(folder))
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
-    def take_snapshot(self, folder: str, number: int) -> bool:
+    def take_snapshot(self, folder: str, number: int, next_folder: str | None = None) -> bool:
         """Copy the same to a folder in shared memory of this node, which the next snapshot but one
-        writes again.
+        writes again. If `next_folder` is given, the memory of the next one is allocated there in
+        the background.
 
-        Returns whether there was room for it.
+        Returns False if it cannot be written.
         """
-        return self.snapshots.write(Path(folder), number)
+        following = None if next_folder is None else Path(next_folder)
+        return self.snapshots.write(Path(folder), number, following)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: str) -> None:

@@ -327,8 +327,14 @@ class TrainedCalls(Protocol):
         """Load what was saved. There is a folder for each rank, because nodes have different
         ones."""
 
-    def take_snapshot(self, folder: Sequence[str], number: Sequence[int]) -> CallFuture:
-        """Copy the state to shared memory. Here, too, there is a folder for each rank."""
+    def take_snapshot(
+        self,
+        folder: Sequence[str],
+        number: Sequence[int],
+        next_folder: Sequence[str | None],
+    ) -> CallFuture:
+        """Copy the state to shared memory. Here, too, there is a folder for each rank, and one in
+        which the memory of the next snapshot is allocated."""
 
 
 class ActorCalls(TrainedCalls, Protocol):
