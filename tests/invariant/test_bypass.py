@@ -53,7 +53,10 @@ def assert_same_weights(one: Course, other: Course, tolerance: float) -> None:
             ["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false"],
             marks=pytest.mark.slow,
         ),
-        pytest.param(["algorithm.adv_estimator=remax"], marks=pytest.mark.slow),
+        pytest.param(
+            ["algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=false"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(["actor_rollout_ref.rollout.temperature=0.7"], marks=pytest.mark.slow),
         pytest.param(["actor_rollout_ref.rollout.name=transformers"], marks=pytest.mark.slow),
     ],
