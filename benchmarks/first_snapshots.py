@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -92,7 +93,7 @@ def train(folder: Path, data: Path, every: int, num_steps: int) -> None:
         ends[number] = max(ends.get(number, span.end_s), span.end_s)
     marks = [starts[number] for number in sorted(starts)]
     marks.append(ends[max(ends)])
-    steps_s = [end - start for start, end in zip(marks[:-1], marks[1:], strict=True)]
+    steps_s = [end - start for start, end in pairwise(marks)]
     print(json.dumps([marks[0] - began_s[0], steps_s]))
 
 
