@@ -8,7 +8,7 @@ median time of a step of each run and of all runs, and their ratio. Other work o
 changes these times, so it also prints what does not depend on it as much, as a share of the step:
 the time that a rank spends in its `take_snapshot` calls, and the time that the driver spends on
 them while the ranks work. The first steps do not count, because the memory of the two snapshots is
-new in them.
+new in them; `benchmarks/first_snapshots.py` measures these.
 """
 
 from __future__ import annotations

@@ -146,6 +146,8 @@ def _settings_to_show(config: Config, plan: Plan) -> dict[str, str]:
     transfer = transfer_in_words(config, plan)
     if transfer is not None:
         settings["new weights"] = transfer
+    if config.bypasses_old_log_prob and config.trainer.step is None:
+        settings["old log-probs"] = "those of the rollout engine; there is no old_log_prob"
     return settings
 
 

@@ -30,7 +30,7 @@ from rolepool.protocol import DataProto, DataProtoFuture
 from rolepool.protocol.columns import flat_values
 from rolepool.trainer.advantages import Estimator, describe, repeated
 from rolepool.trainer.build import build_roles
-from rolepool.trainer.step import ppo_step
+from rolepool.trainer.paper import step_of
 from rolepool.weights.rows import assembled
 
 NUM_STEPS = 3
@@ -109,7 +109,10 @@ class WatchedRollout:
     replayed: Course | None
     sampled: list[DataProtoFuture] = field(default_factory=list)
 
-    def generate_sequences(self, prompts: DataProto) -> DataProtoFuture:
+    def generate_sequences(self, prompts: DataProto, purpose: str = "train") -> DataProtoFuture:
+        if purpose != "train":  # the greedy responses of ReMax
+            greedy: DataProtoFuture = self.rollout.generate_sequences(prompts, purpose=purpose)
+            return greedy
         self.sampled.append(self.rollout.generate_sequences(prompts))
         if self.replayed is None:
             return self.sampled[-1]
@@ -172,13 +175,14 @@ def run(
         watched = WatchedRollout(roles.rollout, replayed)
         roles.rollout = watched  # type: ignore[assignment]
         for number in range(1, NUM_STEPS + 1):
-            step = ppo_step(config, roles, estimator, repeated(loader.next_batch(), 2), number)
+            prompts = repeated(loader.next_batch(), 2)
+            step = step_of(config)(config, roles, estimator, prompts, number)
             course.sampled.append(watched.sampled[-1].get().select(deepcopy=True))
             course.advantages.append(flat_values(step.estimated.batch.batch["advantages"]))
             updates = [
                 call.get()[0]
                 for name in ("update_critic", "update_actor")
-                for call in step.calls[name]
+                for call in step.calls.get(name, ())
             ]
             course.metrics.append(
                 {

@@ -197,12 +197,11 @@ def snapshot_and_go_on(setting: Setting, folder: Path) -> tuple[dict[str, Any], 
     trained = build(setting)
     seed_all(dist.get_rank() if dist.is_initialized() else 0)
     snapshots = SnapshotWriter(trained)
-    snapshots.write(
-        folder, 0
-    )  # without optimizer states, so the files are replaced after the first step
+    snapshots.write(folder, 0)  # before there are optimizer states
     for step in (1, 2, 3):
         train(trained, 1)
         snapshots.write(folder, step)
+    trained.wait_for_copies()
     state = whole_state(trained)
     return state, train(trained, 2)
 
@@ -403,7 +402,9 @@ class CopiesLater:
         self._trained = trained
         self.ends: list[Callable[[], object]] = []
 
-    def copy_later(self, sources: Any, copies: Any, then: Callable[[], object]) -> None:
+    def copy_later(
+        self, sources: Any, copies: Any, then: Callable[[], object], prepare: object = None
+    ) -> None:
         self.ends.append(then)
 
     def __getattr__(self, name: str) -> Any:
@@ -425,13 +426,15 @@ def test_a_snapshot_that_cannot_be_written_is_one_warning_and_the_next_is_tried_
 ) -> None:
     place = tmp_path / "place"
     place.touch()  # a file, so no folder can be made below it
-    snapshots = SnapshotWriter(build(FLOAT32))
+    trained = build(FLOAT32)
+    snapshots = SnapshotWriter(trained)
     assert not snapshots.write(place / "role", 1)
     assert not snapshots.write(place / "role", 2)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "a snapshot is missing" in caplog.text
     place.unlink()
     assert snapshots.write(place / "role", 3)
+    trained.wait_for_copies()
     assert snapshot_number(snapshot_files(place / "role", 0, 1)) == 3
 
 
@@ -443,12 +446,14 @@ def test_files_that_somebody_removed_or_replaced_are_made_again(
     snapshots, folder = SnapshotWriter(trained), tmp_path / "place" / "role"
     data, _ = snapshot_files(folder, 0, 1)
     snapshots.write(folder, 1)
+    trained.wait_for_copies()
     content = data.read_bytes()
     shutil.rmtree(folder)
     if is_replaced:
         folder.mkdir()
         data.write_bytes(b"something else")
     assert snapshots.write(folder, 2)
+    trained.wait_for_copies()
     assert snapshot_number(snapshot_files(folder, 0, 1)) == 2
     assert data.read_bytes() == content
 

@@ -115,7 +115,7 @@ def test_rows_are_ragged_and_log_probs_come_only_if_asked_for(demo: Demo) -> Non
     both = with_log_probs.generate_sequences(asked)
     assert same_value(both.batch["input_ids"], sampled.batch["input_ids"])
     assert torch.equal(lengths_of(both.batch["rollout_log_probs"]), num_response)
-    assert both.batch["rollout_log_probs"].dtype == torch.float32
+    assert both.batch["rollout_log_probs"].dtype == torch.float64, "that of the model"
 
 
 def test_a_weight_that_no_leg_brought_is_named_at_the_end(

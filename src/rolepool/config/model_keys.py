@@ -238,9 +238,9 @@ class RolloutConfig(Section):
     vllm_start_timeout_s: Positive = 1800.0
     """How long vLLM may take to start. It starts while the models of other roles are loaded."""
     parity_check: bool | None = None
-    """Compare the engine's log-probs of 64 tokens with the actor's in every step, and stop if they
-    differ. null does so for all engines except native. Not possible with top_p, top_k, or greedy
-    decoding at a temperature other than 1."""
+    """Compare the engine's log-probs with the actor's in every step, and stop if they differ
+    (docs/engines.md). null does so for all engines except native. Not possible with top_p, top_k,
+    or greedy decoding at a temperature other than 1."""
     parity_limit: Positive | None = None
     """Largest mean error of the engine's logits that these log-probs may show (docs/engines.md);
     null is 0.0002 on CPU slots (float32) and 0.2 on GPUs (16 bits)."""
@@ -281,7 +281,8 @@ class RolloutConfig(Section):
     free_cache_engine: bool = True
     """Free the KV cache while the rollout is idle."""
     calculate_log_probs: bool = False
-    """Return log-probs of sampled tokens, for the metrics `training/rollout_probs_diff_*`."""
+    """Return log-probs of sampled tokens, for the metrics `training/rollout_probs_diff_*`, which
+    need old log-probs of the actor (algorithm.rollout_correction.bypass_mode=false)."""
     max_num_seqs: Count = 1024
     """Most sequences that one copy of the weights generates at the same time."""
     max_num_batched_tokens: Count = 8192

@@ -30,6 +30,7 @@ def contradictions(config: Config) -> list[str]:
         _about_validation_temperature(config, f"{rollout}.val_kwargs"),
         _about_parity(config),
         _about_weights(config),
+        _about_bypass(config),
         _about_resuming(config),
         _about_determinism(config),
         _about_mini_batch(config, "actor_rollout_ref.actor"),
@@ -100,6 +101,26 @@ def _about_weights(config: Config) -> Iterator[str]:
     if keys.weights == "delta" and not takes_changes:
         name = f"actor_rollout_ref.rollout.name={keys.name}"
         yield f"actor_rollout_ref.rollout.weights=delta: {name} takes all weights in every step; use auto"
+
+
+def _about_bypass(config: Config) -> Iterator[str]:
+    """The loss compares the actor's probabilities with the engine's, so both must be those of the
+    same distribution."""
+    if not config.bypasses_old_log_prob:
+        return
+    keys = config.actor_rollout_ref.rollout
+    wrong: list[str] = []
+    if not keys.do_sample:
+        wrong.append("do_sample=false")
+    if keys.top_k != -1:
+        wrong.append(f"top_k={keys.top_k}")
+    if keys.top_p != 1:
+        wrong.append(f"top_p={keys.top_p}")
+    if wrong:
+        settings = " and ".join(f"actor_rollout_ref.rollout.{setting}" for setting in wrong)
+        reason = "the engine then chooses tokens with other probabilities than the actor computes"
+        fix = "remove bypass_mode, or the keys that change how tokens are chosen"
+        yield f"algorithm.rollout_correction.bypass_mode=true: contradicts {settings}: {reason}; {fix}"
 
 
 def _about_resuming(config: Config) -> Iterator[str]:

@@ -129,6 +129,12 @@ class KlCtrlConfig(Section):
     """Target KL of the adaptive controller."""
 
 
+class RolloutCorrectionConfig(Section):
+    bypass_mode: bool = False
+    """Use the log-probs that the engine returns as the old log-probs, and do not compute them again
+    with the actor (docs/training.md). Not possible with top_p, top_k or greedy decoding."""
+
+
 class AlgorithmConfig(Section):
     adv_estimator: AdvEstimatorName = "gae"
     """How advantages are estimated: gae (which needs a critic), grpo, grpo_passk, rloo, opo, gpg,
@@ -145,6 +151,7 @@ class AlgorithmConfig(Section):
     kl_ctrl: KlCtrlConfig
     norm_adv_by_std_in_grpo: bool = True
     """Divide the advantages of grpo and grpo_passk by the group's standard deviation."""
+    rollout_correction: RolloutCorrectionConfig
 
 
 class TrainerConfig(Section):

@@ -69,6 +69,17 @@ class Config(Section):
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
+    def bypasses_old_log_prob(self) -> bool:
+        """Whether the engine's log-probs of the sampled tokens are the old log-probs."""
+        return self.algorithm.rollout_correction.bypass_mode
+
+    @property
+    def returns_log_probs(self) -> bool:
+        """Whether rollouts have the engine's log-probs as `rollout_log_probs`."""
+        rollout = self.actor_rollout_ref.rollout
+        return rollout.calculate_log_probs or rollout.checks_parity
+
+    @property
     def rows_of_step(self) -> int:
         """Responses that a step samples and trains on."""
         return self.data.train_batch_size * self.actor_rollout_ref.rollout.n

@@ -234,6 +234,19 @@ def all_tensors(trained: TrainedModel) -> dict[str, Tensor]:
     return tensors
 
 
+def future_states(trained: TrainedModel) -> dict[str, Tensor]:
+    """The optimizer states that do not exist before the first update, by the name under which they
+    will be saved. The tensors have their shapes and dtypes. The states are 0 until then."""
+    states: dict[str, Tensor] = {}
+    for name, parameter in _parameters(trained):
+        if trained.optimizer.state.get(parameter) or not parameter.requires_grad:
+            continue
+        states[f"{name}/{STEP}"] = torch.zeros(())
+        for moment in MOMENTS:
+            states[f"{name}/{moment}"] = parameter
+    return states
+
+
 def _parameters(trained: TrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Names and parameters of the optimizer, which has all parameters in the model's order."""
     parameters: list[Tensor] = []

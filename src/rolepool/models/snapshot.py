@@ -2,49 +2,34 @@
 
 Owns writing them. A complete snapshot looks like a role's folder of a checkpoint, so `load_trained`
 reads it, with any number of ranks. Its files are written again for every snapshot, because new
-pages of shared memory take longer than the copy itself.
+pages of shared memory take longer than the copy itself. The first snapshot is written by a thread
+while the first responses are generated, and then the memory of the second one is allocated.
+Therefore all snapshots have the same tensors, also before the first update: optimizer states that
+do not exist yet are 0, which means the same to AdamW.
 """
 
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rolepool.errors import logger, one_line
 from rolepool.files import write_atomically
-from rolepool.models.checkpoint import all_tensors, rank_state_text, snapshot_files
+from rolepool.models.checkpoint import (
+    all_tensors,
+    future_states,
+    rank_state_text,
+    snapshot_files,
+)
 from rolepool.models.ranks import rank_and_count
+from rolepool.models.shared_files import SharedFile, form_of
 from rolepool.models.training import TrainedModel
-
-
-@dataclass(frozen=True)
-class OpenFile:
-    """A file in shared memory that stays open for the next snapshots."""
-
-    path: Path
-    shapes: dict[str, torch.Size]
-    """The names and shapes of the parts of tensors that the file is for."""
-    memory: Tensor
-    """The bytes of the file."""
-    copies: dict[str, Tensor]
-    """The copies of the parts, as views of that memory."""
-    inode: int
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the path still leads to this file. Somebody may have removed or replaced it."""
-        try:
-            return self.path.stat().st_ino == self.inode
-        except OSError:
-            return False
 
 
 class SnapshotWriter:
@@ -53,32 +38,26 @@ class SnapshotWriter:
 
     def __init__(self, trained: TrainedModel) -> None:
         self._trained = trained
-        self._files: dict[Path, OpenFile] = {}
+        self._files: dict[Path, SharedFile] = {}
         self._has_warned = False
         """Whether there was a warning since the last snapshot that could be written."""
 
-    def write(self, folder: Path, number: int) -> bool:
+    def write(self, folder: Path, number: int, next_folder: Path | None = None) -> bool:
         """Write the state. The snapshot is complete when the own files of all ranks have its
-        number.
+        number. Until then, the memory of the snapshot in `next_folder` is allocated, if it has
+        none.
 
-        Returns whether it could be written. If not, there is one warning, and the next snapshot is
+        Returns False if it cannot be written. Then there is one warning, and the next snapshot is
         tried again.
         """
         try:
             self._write(folder, number)
-        except (OSError, SafetensorError) as error:
-            # Because the run ends, or by somebody; its keeper sees that.
-            folder_of_run = folder.parents[1]
-            is_removed = not folder_of_run.exists()
-            if not (self._has_warned or is_removed):
-                logger.warning(
-                    "a snapshot is missing, because %s cannot be written: %s",
-                    folder,
-                    one_line(error),
-                )
-                self._has_warned = True
+        except OSError as error:
+            self._warn(folder, error)
             return False
-        self._has_warned = False
+        if next_folder is not None:
+            with suppress(OSError):  # the next snapshot tries it again, and says what is wrong
+                self._prepare(next_folder)
         return True
 
     def _write(self, folder: Path, number: int) -> None:
@@ -90,9 +69,19 @@ class SnapshotWriter:
         shard, own_file = snapshot_files(folder, rank, num_ranks)
         # From now on, the earlier snapshot in this folder is not complete.
         own_file.unlink(missing_ok=True)
-        tensors = all_tensors(self._trained)
-        parts = own_parts(tensors)
-        copies = self._copies_in(shard, tensors, parts)
+        existing = all_tensors(self._trained)
+        # All snapshots have the same tensors, because another file would need other memory.
+        tensors = {**existing, **future_states(self._trained)}
+        file = self._file_at(shard, tensors)
+        sources: list[Tensor] = []
+        copies: list[Tensor] = []
+        for name, part in own_parts(tensors).items():
+            if name in existing:
+                sources.append(part)
+                copies.append(file.copies[name])
+                file.blank.discard(name)
+            else:
+                file.zero(name)
         text = rank_state_text(self._trained, tensors, number)
         unpublished = own_file.with_suffix(".new")
         ready = write_atomically(unpublished, [text])
@@ -100,74 +89,72 @@ class SnapshotWriter:
         def publish() -> None:
             with suppress(OSError):  # the folder is removed if its keeper dies or the run ends
                 ready.replace(own_file)
+                self._has_warned = False
 
-        self._trained.copy_later(
-            sources=list(parts.values()),
-            copies=[copies[name] for name in parts],
-            then=publish,
-        )
+        prepare = None if self._is_ready(file) else partial(self._make_ready, file, folder)
+        self._trained.copy_later(sources, copies, publish, prepare)
 
-    def _copies_in(
-        self,
-        path: Path,
-        tensors: Mapping[str, Tensor],
-        parts: dict[str, Tensor],
-    ) -> dict[str, Tensor]:
-        """The copies of these parts of tensors in a file, as views of its memory. If the file is
-        for other parts, it is replaced."""
-        shapes = {name: part.shape for name, part in parts.items()}
+    def _prepare(self, folder: Path) -> None:
+        """Allocate the memory of a snapshot in this folder in the background."""
+        shard, _ = snapshot_files(folder, *rank_and_count())
+        if shard not in self._files:
+            tensors = {**all_tensors(self._trained), **future_states(self._trained)}
+            self._file_at(shard, tensors).allocate_in_background()
+
+    def _file_at(self, path: Path, tensors: Mapping[str, Tensor]) -> SharedFile:
+        """The file for this rank's parts of tensors. If it is for other parts, it is replaced."""
+        parts = own_parts(tensors)
+        form = form_of(parts)
         file = self._files.get(path)
-        if file is not None and file.shapes != shapes:
+        if file is not None and file.form == form:
+            return file
+        if file is not None:
             self._close(file)
-            file = None
-        if file is None:
-            file = self._new_file(path, tensors, parts)
-            self._files[path] = file
-        return file.copies
-
-    def _new_file(
-        self,
-        path: Path,
-        tensors: Mapping[str, Tensor],
-        parts: dict[str, Tensor],
-    ) -> OpenFile:
         # Not the folders above these two, which are removed when the run ends.
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(exist_ok=True, mode=0o700)
-        path.unlink(missing_ok=True)
-        offsets: dict[str, dict[str, tuple[int, ...]]] = {}
-        copies: dict[str, Tensor] = {}
-        for name, part in parts.items():
-            offsets[name] = {"saved_offsets": _offset(tensors[name])}
-            copies[name] = torch.empty(part.shape, dtype=part.dtype)
+        offsets = {name: {"saved_offsets": _offset(tensors[name])} for name in parts}
         # As torch.distributed.checkpoint reads it.
         metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
-        try:
-            save_file(copies, path, metadata=metadata)
-        except BaseException:
-            # A part of a file would take the room that the next snapshot needs.
-            path.unlink(missing_ok=True)
-            raise
-        memory, views = _map_tensors(path, copies)
-        # A GPU that continues with other work can copy to pinned memory only.
-        if self._trained.device != "cpu":
-            torch.cuda.cudart().cudaHostRegister(
-                memory.data_ptr(),
-                memory.numel(),
-                0,
-            )
-        return OpenFile(
-            path,
-            shapes={name: part.shape for name, part in parts.items()},
-            memory=memory,
-            copies=views,
-            inode=path.stat().st_ino,
-        )
+        self._files[path] = SharedFile(path, form, metadata)
+        return self._files[path]
 
-    def _close(self, file: OpenFile) -> None:
+    def _is_ready(self, file: SharedFile) -> bool:
+        """Whether copying can begin at once."""
+        # A GPU that continues with other work can copy to pinned memory only.
+        return file.is_allocated and (file.is_registered or self._trained.device == "cpu")
+
+    def _make_ready(self, file: SharedFile, folder: Path) -> bool:
+        """Allocate what the file still needs. Returns whether there was room."""
+        try:
+            file.allocate()
+        except OSError as error:
+            # A part of a file would take the room that the next snapshot needs.
+            file.remove()
+            self._warn(folder, error)
+            return False
+        if self._trained.device != "cpu":
+            memory = file.memory
+            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+            file.is_registered = True
+        return True
+
+    def _warn(self, folder: Path, error: OSError) -> None:
+        """Say once that a snapshot is missing."""
+        # Because the run ends, or by somebody; its keeper sees that.
+        is_removed = not folder.parents[1].exists()
+        if self._has_warned or is_removed:
+            return
+        logger.warning(
+            "a snapshot is missing, because %s cannot be written: %s", folder, one_line(error)
+        )
+        self._has_warned = True
+
+    def _close(self, file: SharedFile) -> None:
         """Release the memory of a file that is not written any more."""
         del self._files[file.path]
-        if self._trained.device != "cpu":
+        file.close()
+        if file.is_registered:
             torch.cuda.cudart().cudaHostUnregister(file.memory.data_ptr())
 
 
@@ -211,27 +198,3 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
         tensor.placements,
     )
     return tuple(offset)
-
-
-def _map_tensors(path: Path, tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The memory of a safetensors file, and its tensors as views of that memory."""
-    num_bytes = path.stat().st_size
-    memory = torch.from_file(
-        str(path),
-        shared=True,
-        size=num_bytes,
-        dtype=torch.uint8,
-    )
-    # The file begins with the size of its header in 8 bytes. Then come the header and the tensors,
-    # whose offsets count from the end of the header.
-    header_size = int(memory[:8].view(torch.int64))
-    start = 8 + header_size
-    header_bytes = bytes(memory[8:start].numpy())
-    header = json.loads(header_bytes)
-    data = memory[start:]
-    views: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        first, end = header[name]["data_offsets"]
-        numbers = data[first:end].view(tensor.dtype)
-        views[name] = numbers.view(tensor.shape)
-    return memory, views

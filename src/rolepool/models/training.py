@@ -157,19 +157,32 @@ class TrainedModel(DeviceModel):
         sources: list[Tensor],
         copies: list[Tensor],
         then: Callable[[], object],
+        prepare: Callable[[], bool] | None = None,
     ) -> None:
         """Copy parts of the state to host memory, then call a function. On a GPU a thread does it
         in its own stream, after the work so far and beside later work. Only the next update waits
-        for it."""
+        for it. `prepare` is called before the first copy, and if it returns False, nothing is
+        copied. A thread does this on a CPU, too."""
         if self.device == "cpu":
-            if sources:
-                torch._foreach_copy_(copies, sources)
-            then()
+
+            def copy_here() -> None:
+                if prepare is not None and not prepare():
+                    return
+                if sources:
+                    torch._foreach_copy_(copies, sources)
+                then()
+
+            if prepare is None:
+                copy_here()
+            else:
+                self._copying = self._copier.submit(copy_here)
             return
         done = torch.cuda.current_stream().record_event()
 
         def copy() -> None:
             with torch.cuda.stream(self.copy_stream):
+                if prepare is not None and not prepare():
+                    return
                 self.copy_stream.wait_event(done)
                 for first in range(0, len(sources), COPIES_AT_ONCE):
                     some = slice(first, first + COPIES_AT_ONCE)

@@ -28,6 +28,11 @@ TESTING = Operation("testing", color="#B3B3B3")
 SAVE_CHECKPOINT = Operation("save_checkpoint", color="#D9D9D9")
 
 
+def _actor_computes_old_log_probs(config: Config) -> bool:
+    """A step of a user may compute them in any case."""
+    return not config.bypasses_old_log_prob or config.trainer.step is not None
+
+
 def _actor() -> RoleSpec:
     worker: WorkerName[Actor] = WorkerName("rolepool.roles.actor_critic:Actor")
     old_log_prob = Operation(
@@ -45,6 +50,7 @@ def _actor() -> RoleSpec:
                 lambda config: config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
             ),
         ),
+        is_used=_actor_computes_old_log_probs,
     )
     update_actor = Operation(
         "update_actor",

@@ -490,7 +490,7 @@ def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
     cache."""
     specs = [ROLE_SPECS[role] for role in plan.roles]
     for spec in specs:
-        for _, keys in spec.batched:
+        for _, keys in spec.batched_in(config):
             key = keys.tokens if config.at(keys.by_tokens) else keys.rows
             size: int = config.at(key) or 1
             while size > 1:

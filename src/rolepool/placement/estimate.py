@@ -74,7 +74,7 @@ def default_micro_batches(config: Config, role: Role) -> dict[str, MicroBatch]:
     """The micro-batches of each operation of a role as the config sets them; a size that is not set
     is the largest."""
     sizes: dict[str, MicroBatch] = {}
-    for operation, keys in ROLE_SPECS[role].batched:
+    for operation, keys in ROLE_SPECS[role].batched_in(config):
         rows: int | None = None
         if config.at(keys.by_tokens):
             tokens: int = config.at(keys.tokens)

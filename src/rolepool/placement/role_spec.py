@@ -102,6 +102,8 @@ class Operation:
     """The colour in plots; an operation without one gets the next free colour."""
     micro_batch: MicroBatchKeys | None = None
     """None if the operation does not run in micro-batches."""
+    is_used: Callable[[Config], bool] = lambda config: True
+    """Whether a step with this config may have it."""
     trains: bool = False
     is_per_token: bool = False
     """Whether its time is also reported per token."""
@@ -167,3 +169,7 @@ class RoleSpec:
             if operation.micro_batch is not None:
                 batched.append((operation, operation.micro_batch))
         return batched
+
+    def batched_in(self, config: Config) -> list[tuple[Operation, MicroBatchKeys]]:
+        """Those of them that a step with this config may have."""
+        return [(operation, keys) for operation, keys in self.batched if operation.is_used(config)]

@@ -147,6 +147,10 @@ class Sizes(TypedBatch):
 class Rollouts(Sizes, ComparableTokens):
     """What a rollout returns."""
 
+    old_log_probs: Ragged | None = None
+    """The engine's log-probs, if the run takes them as the old log-probs. None if the actor
+    computes those."""
+
 
 # Numbers
 
@@ -198,6 +202,14 @@ class ActorUpdate(SampledTokens):
     old_log_probs: Ragged
     advantages: Ragged
     ref_log_prob: Ragged | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedUpdate(ActorUpdate):
+    """What an update reads whose old log-probs are those of the engine, and are compared with the
+    actor's."""
+
+    weights_version: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

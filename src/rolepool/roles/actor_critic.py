@@ -28,6 +28,7 @@ from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.batches import (
     ActorUpdate,
     ComparableTokens,
+    ComparedUpdate,
     CriticUpdate,
     LogProbs,
     ReferenceLogProbs,
@@ -55,6 +56,17 @@ def _columns_of_log_prob(role: type, config: Config, setup: Setup) -> tuple[str,
     if config.actor_rollout_ref.rollout.checks_parity:
         return ComparableTokens.names()
     return SampledTokens.names()
+
+
+def _columns_of_update(role: type, config: Config, setup: Setup) -> tuple[str, ...]:
+    """The version of the weights is read only if the update compares the engine's log-probs with
+    its own."""
+    return ComparedUpdate.names() if _update_compares(config) else ActorUpdate.names()
+
+
+def _update_compares(config: Config) -> bool:
+    """Whether the update compares the engine's log-probs with its own, because it has no others."""
+    return config.bypasses_old_log_prob and config.actor_rollout_ref.rollout.checks_parity
 
 
 class Actor(TrainedRole):
@@ -85,6 +97,12 @@ class Actor(TrainedRole):
         self._sent = Digests()
         self._sender: Sender | None = None
         """This rank's end of the process group with the rollout, if it has joined one."""
+        self._from_engine = parity.Apart()
+        """How far the first log-probs of a step are from the engine's, if those are the old
+        log-probs."""
+        if config.bypasses_old_log_prob:
+            # Nobody has computed it before the update.
+            self.metrics_of_first = frozenset({"entropy"})
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_columns_of_log_prob)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -123,9 +141,6 @@ class Actor(TrainedRole):
     ) -> None:
         """Raise an error if the engine, whose log-probs are `theirs`, did not generate with the
         current weights, or computes other log-probs."""
-        keys = self.config.actor_rollout_ref.rollout
-        device = "cpu" if self.device == "cpu" else "cuda"
-        limit = keys.parity_limit or parity.LIMITS[device]
         if mask is not None:
             # What an environment wrote was not sampled, so the engine has no log-probs of it.
             is_sampled = flat_values(mask)
@@ -133,22 +148,27 @@ class Actor(TrainedRole):
             ours = ours[is_sampled]
         theirs = theirs[: parity.NUM_TOKENS]
         ours = ours[: parity.NUM_TOKENS]
-        if not len(ours):
-            return
-        error = parity.logit_error(theirs, ours, keys.temperature)
+        apart = parity.Apart()
+        apart.add(theirs, ours, torch.ones_like(ours, dtype=torch.bool))
+        self._raise_if_different(version, apart.read())
+
+    def _raise_if_different(self, version: int, difference: parity.Difference) -> None:
+        """Raise an error if the difference between engine and actor is above the limit."""
+        keys = self.config.actor_rollout_ref.rollout
+        limit = keys.parity_limit or parity.LIMITS["cpu" if self.device == "cpu" else "cuda"]
+        error = difference.logit_error(keys.temperature)
         if not error <= limit:  # also if it is NaN
-            apart = float((theirs - ours).abs().mean())
             raise RolepoolError(
                 f"actor_rollout_ref.rollout.name={keys.engine}: the engine's log-probs, with version {version} of the "
-                f"weights, are {apart:.2g} from the actor's (mean of {len(ours)} tokens), so its logits are wrong by "
-                f"about {error:.2g}, and actor_rollout_ref.rollout.parity_limit is {limit:g}: it computes other "
-                "numbers, or did not take the last weights; fix the engine, or raise the limit"
+                f"weights, are {difference.distance:.2g} from the actor's (mean of {difference.num_tokens} tokens), so "
+                f"its logits are wrong by about {error:.2g}, and actor_rollout_ref.rollout.parity_limit is {limit:g}: "
+                "it computes other numbers, or did not take the last weights; fix the engine, or raise the limit"
             )
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_METRIC,
         blocking=False,
-        reads=ActorUpdate.names(),
+        reads=_columns_of_update,
     )
     def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         """One epoch of updates."""
@@ -156,6 +176,14 @@ class Actor(TrainedRole):
         if self.keys.use_kl_loss:
             metrics["actor/kl_coef"] = self.keys.kl_loss_coef
         return metrics
+
+    def check_first(self, data: DataProto) -> None:
+        """Compare the engine's log-probs with those that the first mini-batch has computed. If the
+        rows have no `weights_version`, nobody compares them here."""
+        rows = ComparedUpdate.of(data)
+        if rows.weights_version is not None:
+            version = int(rows.weights_version.max())
+            self._raise_if_different(version, self._from_engine.read())
 
     def loss_of(
         self,
@@ -168,6 +196,8 @@ class Actor(TrainedRole):
         mode = keys.loss_agg_mode
         new_log_probs, entropies = self.log_probs(rows)
         log_probs = rows.pad(new_log_probs)
+        if self.is_first_mini_batch and _update_compares(self.config):
+            self._from_engine.add(columns["old_log_probs"], log_probs, mask)
         loss, metrics = self.policy_loss(
             old_log_prob=columns["old_log_probs"],
             log_prob=log_probs,
@@ -181,10 +211,11 @@ class Actor(TrainedRole):
             clip_ratio_c=keys.clip_ratio_c,
         )
         metrics = {**metrics, "pg_loss": loss.detach()}
-        if keys.entropy_coeff != 0:
+        if keys.entropy_coeff != 0 or self.config.bypasses_old_log_prob:
             entropy = agg_loss(rows.pad(entropies), mask, mode, counts=counts)
-            loss = loss - keys.entropy_coeff * entropy
             metrics["entropy"] = entropy.detach()
+            if keys.entropy_coeff != 0:
+                loss = loss - keys.entropy_coeff * entropy
         if keys.use_kl_loss:
             kl = masked_kl_penalty(
                 log_probs,

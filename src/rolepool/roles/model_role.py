@@ -52,7 +52,7 @@ class ModelRole(Worker):
         width = config.tokens_of_longest_row
         self.micro_batches: dict[str, MicroBatches] = {}
         """By the name of the method."""
-        for operation, _ in self.spec.batched:
+        for operation, _ in self.spec.batched_in(config):
             self.micro_batches[operation.method] = MicroBatches(
                 size=sizes[operation.name],
                 part_sums=self.part_sums,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from rolepool.config import Config
@@ -112,10 +113,11 @@ class Rollout(ModelRole):
         for uid, index in zip(asked.uid, asked.sample_index, strict=True):
             seed = sample_seed(run_seed, uid, int(index))
             seeds.append(seed)
-        checks_parity = self.keys.checks_parity
         kept = Kept(
-            log_probs=checks_parity or self.keys.calculate_log_probs,
-            versions=checks_parity,
+            log_probs=self.config.returns_log_probs,
+            versions=self.keys.checks_parity,
+            old_log_probs=self.config.bypasses_old_log_prob,
+            dtype=torch.promote_types(self.frozen_dtype, torch.float32),
         )
         self.engine.wake()
         if self.conversations is None:

@@ -16,7 +16,6 @@ from rolepool.rollout.engine import Completion
 from rolepool.rollout.environments import PromptRow, Trajectory
 
 TokenIds = Sequence[int] | npt.NDArray[np.int64]
-LogProbs = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,14 @@ class Kept:
     """Which columns a batch of rollouts has, besides tokens and counts."""
 
     log_probs: bool
-    """The log-probs of the engine."""
+    """The log-probs of the engine, as `rollout_log_probs`."""
     versions: bool
     """The versions of the weights."""
+    old_log_probs: bool = False
+    """The log-probs of the engine, as `old_log_probs`, with which the loss compares."""
+    dtype: torch.dtype = torch.float32
+    """That of log-probs. It is the actor's, because a loss in float32 would be computed in float64
+    if the engine's numbers were in float64."""
 
 
 def rows_of(prompts: EnvironmentPrompts) -> list[PromptRow]:
@@ -57,22 +61,17 @@ def rollouts_of(
     log_probs = [completion.log_probs for completion in completions]
     versions = [completion.weights_version for completion in completions]
     rollouts = _tokens_of(prompts, responses, versions if kept.versions else None)
-    if not kept.log_probs:
-        return rollouts
-    numbers = torch.from_numpy(np.concatenate(log_probs))
-    column = ragged(numbers, rollouts.num_response_tokens)
-    return replace(rollouts, rollout_log_probs=column)
+    return _with_log_probs(rollouts, torch.from_numpy(np.concatenate(log_probs)), kept)
 
 
 def rollouts_of_turns(trajectories: Sequence[Trajectory], kept: Kept) -> Rollouts:
     """Conversations: tokens, which of them were sampled, scores and counts."""
     responses: list[list[int]] = []
-    log_probs: list[LogProbs] = []
+    log_probs: list[float] = []
     for trajectory in trajectories:
         num_kept = trajectory.num_kept
         responses.append(trajectory.token_ids[:num_kept])
-        kept_log_probs = trajectory.log_probs[:num_kept]
-        log_probs.append(np.array(kept_log_probs, np.float32))
+        log_probs += trajectory.log_probs[:num_kept]
     prompts = [trajectory.prompt_ids for trajectory in trajectories]
     versions = [trajectory.weights_version for trajectory in trajectories]
     rollouts = _tokens_of(prompts, responses, versions if kept.versions else None)
@@ -81,24 +80,32 @@ def rollouts_of_turns(trajectories: Sequence[Trajectory], kept: Kept) -> Rollout
         return ragged(values, rollouts.num_response_tokens)
 
     # Tokens that were not sampled have NaN as log-prob.
-    numbers = torch.from_numpy(np.concatenate(log_probs))
-    column_of_log_probs = None
-    if kept.log_probs:
-        column_of_log_probs = of_tokens(numbers.nan_to_num())
+    numbers = torch.tensor(log_probs, dtype=torch.float64)
     turn_scores = [_score_of_each_token(trajectory) for trajectory in trajectories]
     scores = [_score_of(trajectory) for trajectory in trajectories]
     nums_turns = [trajectory.num_turns for trajectory in trajectories]
     nums_calls = [trajectory.num_tool_calls for trajectory in trajectories]
     nums_errors = [trajectory.num_tool_errors for trajectory in trajectories]
     return replace(
-        rollouts,
+        _with_log_probs(rollouts, numbers.nan_to_num(), kept),
         response_mask=of_tokens(~numbers.isnan()),
-        rollout_log_probs=column_of_log_probs,
         turn_scores=of_tokens(torch.cat(turn_scores)),
         environment_score=torch.tensor(scores),
         num_turns=torch.tensor(nums_turns),
         num_tool_calls=torch.tensor(nums_calls),
         num_tool_errors=torch.tensor(nums_errors),
+    )
+
+
+def _with_log_probs(rollouts: Rollouts, log_probs: Tensor, kept: Kept) -> Rollouts:
+    """The rollouts with these log-probs of their response tokens, in the columns that are kept."""
+    if not (kept.log_probs or kept.old_log_probs):
+        return rollouts
+    column = ragged(log_probs.to(kept.dtype), rollouts.num_response_tokens)
+    return replace(
+        rollouts,
+        rollout_log_probs=column if kept.log_probs else None,
+        old_log_probs=column if kept.old_log_probs else None,
     )
 
 

@@ -42,6 +42,14 @@ class TrainedRole(ModelRole):
 
     setup_type: ClassVar[type[TrainingSetup]] = TrainingSetup
     trained: TrainedModel
+    metrics_of_first: frozenset[str] = frozenset()
+    """Metrics of the weights before a step: they are those of its first mini-batch alone. Others
+    are means over all mini-batches."""
+    is_first_mini_batch = False
+    """Whether the loss is that of the first mini-batch of a step, whose weights generated the
+    responses."""
+    _begins_step = True
+    """Whether the next epoch is the first one of a step."""
 
     def train(self, model: nn.Module, num_training_steps: int) -> None:
         """Prepare the model for training. The learning rate follows the steps in which the role is
@@ -101,7 +109,10 @@ class TrainedRole(ModelRole):
         with self.trained.on_device(training=True):
             taken = self._step_through(batches)
             columns = _in_host_memory(taken)
-            means = {name: float(column.mean()) for name, column in columns.items()}
+            if self._begins_step and taken:
+                # Inside of this block, because after an error the weights must not be used.
+                self.check_first(data)
+            means = self._means(columns)
             sums, memory_gb = self._sum_over_ranks(means)
         seconds = time.perf_counter() - start_s
         num_updates = 0
@@ -109,6 +120,7 @@ class TrainedRole(ModelRole):
             is_finite = columns["grad_norm"].isfinite()
             num_updates = int(is_finite.sum())
         learning_rate = self.trained.learning_rate  # that of these updates, not of the next ones
+        self._begins_step = ends_step
         if ends_step:
             self.trained.num_updates += 1
         if taken:
@@ -126,6 +138,22 @@ class TrainedRole(ModelRole):
             named |= self._utilization(data, seconds)
         return named
 
+    def check_first(self, data: DataProto) -> None:
+        """Look at what the first mini-batch of a step has computed, and raise an error if the run
+        must stop. It is called after the last mini-batch, so that the host does not wait for the
+        device in between."""
+
+    def _means(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
+        """The mean of each metric over the mini-batches. What only the first one tells is left out
+        in later epochs."""
+        means: dict[str, float] = {}
+        for name, column in columns.items():
+            if name not in self.metrics_of_first:
+                means[name] = float(column.mean())
+            elif self._begins_step:
+                means[name] = float(column[0])
+        return means
+
     def _rows_of_mini_batch(self) -> int:
         """The rows of this rank in a mini-batch."""
         return int(self.config.rows_of_mini_batch(self.keys) // self.context.dims.dp)
@@ -140,6 +168,7 @@ class TrainedRole(ModelRole):
             # mini-batch.
             if mini_batch.counts.num_tokens == 0:
                 continue
+            self.is_first_mini_batch = self._begins_step and not taken
             loss_of = partial(
                 self._loss_of_rows,
                 mini_batch.data,
@@ -217,19 +246,22 @@ class TrainedRole(ModelRole):
         save_trained(self.trained, Path(folder))
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
-    def take_snapshot(self, folder: str, number: int) -> bool:
+    def take_snapshot(self, folder: str, number: int, next_folder: str | None = None) -> bool:
         """Copy the same to a folder in shared memory of this node, which the next snapshot but one
-        writes again.
+        writes again. If `next_folder` is given, the memory of the next one is allocated there in
+        the background.
 
-        Returns whether there was room for it.
+        Returns False if it cannot be written.
         """
-        return self.snapshots.write(Path(folder), number)
+        following = None if next_folder is None else Path(next_folder)
+        return self.snapshots.write(Path(folder), number, following)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: str) -> None:
         """Load what any number of ranks saved there."""
         self.trained.wait_for_copies()
         load_trained(self.trained, Path(folder))
+        self._begins_step = True
 
 
 def _in_host_memory(taken: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

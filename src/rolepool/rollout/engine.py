@@ -75,7 +75,7 @@ class Completion:
 
     token_ids: npt.NDArray[np.int64]
     """Includes the stop token."""
-    log_probs: npt.NDArray[np.float32]
+    log_probs: npt.NDArray[np.floating]
     """One per token, under the distribution it was sampled from: after temperature, top-k and
     top-p. With greedy decoding they are those of the softmax of the logits."""
     finish_reason: Literal["stop", "length"]
@@ -319,7 +319,7 @@ class StreamedEngine(Engine):
     def completion(
         self,
         tokens: Sequence[int] | npt.NDArray[np.int64],
-        log_probs: Sequence[float] | npt.NDArray[np.float32],
+        log_probs: Sequence[float] | npt.NDArray[np.floating],
         stops: Container[int],
     ) -> Completion:
         """The completion of these numbers, which end with one of `stops` or at the limit of the
@@ -327,9 +327,11 @@ class StreamedEngine(Engine):
         if not np.isfinite(log_probs).all():
             problem = f"the model's logits are not finite (weights version {self.version})"
             raise RolepoolError(f"{problem}: its weights contain NaN or have diverged")
+        if not isinstance(log_probs, np.ndarray):
+            log_probs = np.array(log_probs, dtype=np.float32)
         return Completion(
             token_ids=np.asarray(tokens, dtype=np.int64),
-            log_probs=np.asarray(log_probs, dtype=np.float32),
+            log_probs=log_probs,
             finish_reason="stop" if int(tokens[-1]) in stops else "length",
             weights_version=self.version,
         )

@@ -134,7 +134,7 @@ class _Row(NamedTuple):
 
 class DecodeBatch:
     """Space for `num_rows` running samples of up to `max_new_tokens` tokens each; each row has a
-    slot of the cache.
+    slot of the cache. `dtype` is that of log-probs.
 
     Rows 0 to `num_running` - 1 are in use. A row that has ended takes no more tokens, so further
     steps do not change it until the host checks. The host counts steps to know the progress of rows
@@ -149,6 +149,7 @@ class DecodeBatch:
         stop_token_ids: tuple[int, ...],
         device: torch.device,
         scattered: bool,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.num_rows = num_rows
         self.max_new_tokens = max_new_tokens
@@ -171,7 +172,7 @@ class DecodeBatch:
         # The last column takes what rows that have ended still sample.
         size = (num_rows, max_new_tokens + 1)
         self._sampled = torch.zeros(size, dtype=torch.int64, device=device)
-        self._log_probs = torch.zeros(size, device=device)
+        self._log_probs = torch.zeros(size, dtype=dtype, device=device)
         self._stops = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
         self._rows: list[_Row] = []
         self._clock = 0
@@ -261,7 +262,7 @@ class DecodeBatch:
         self,
         cache: SlotCache,
         leave: Leave | None = None,
-    ) -> list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
+    ) -> list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.floating]]]:
         """Remove the rows that have ended. Returns request, tokens and log-probs of each. `leave`
         is called before that for each, while the slots still hold their tokens."""
         if not self.stop_token_ids and self._clock < self._next_end:

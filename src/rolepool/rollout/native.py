@@ -21,6 +21,7 @@ from rolepool.rollout.decoder import Decoder, cache_shape, join_weights, refuse_
 from rolepool.rollout.engine import Completion, Request, Sampling, StreamedEngine
 from rolepool.rollout.generation import Generation, Machinery, Schedule
 from rolepool.rollout.kv_cache import DecodeBatch, SlotCache
+from rolepool.rollout.sampling import log_prob_dtype
 from rolepool.rollout.step_graphs import StepGraphs
 from rolepool.rollout.tensor_parallel import HfModule, Shard, TensorParallel
 
@@ -317,6 +318,7 @@ class NativeEngine(StreamedEngine):
             stop_token_ids=stops,
             device=cache.shape.device,
             scattered=self._on_gpu,
+            dtype=log_prob_dtype(cache.shape.dtype),
         )
         state = _DecodeState(
             addresses=addresses,

@@ -46,6 +46,11 @@ def _as_plain(part: int | str) -> int | str:
     return str(part)
 
 
+def log_prob_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which log-probs are computed from logits of this dtype: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def filter_logits(logits_bv: Tensor, sampling: Sampling) -> Tensor:
     """Logits of the distribution to sample from; tokens that top-k and top-p exclude are -inf.
 
@@ -53,7 +58,7 @@ def filter_logits(logits_bv: Tensor, sampling: Sampling) -> Tensor:
     likely tokens whose probability exceeds top_p, tokens as likely as the last of them, and at
     least one.
     """
-    scores_bv = logits_bv.float()
+    scores_bv = logits_bv.to(log_prob_dtype(logits_bv.dtype))
     if sampling.temperature != 1:
         scores_bv = scores_bv / sampling.temperature
     num_tokens = scores_bv.shape[-1]
@@ -81,7 +86,7 @@ def choose(
     if logits_bv.is_cuda:
         return _choose_on_gpu(logits_bv, streams_b, steps_b, sampling)
     if sampling.is_greedy:
-        scores_bv = logits_bv.float()
+        scores_bv = logits_bv.to(log_prob_dtype(logits_bv.dtype))
         best_b, token_b = scores_bv.max(dim=-1)
         return token_b, best_b - scores_bv.logsumexp(dim=-1)
 

@@ -20,7 +20,7 @@ from rolepool.errors import ConfigError
 from rolepool.protocol.part_times import part, work_of
 from rolepool.protocol.worker import WorkerContext
 from rolepool.rollout.engine import Completion, Request, Sampling, StreamedEngine
-from rolepool.rollout.sampling import choose, seed_streams
+from rolepool.rollout.sampling import choose, log_prob_dtype, seed_streams
 from rolepool.rollout.tensor_parallel import HfModule
 
 
@@ -88,7 +88,7 @@ class TransformersEngine(StreamedEngine):
         streams_b = seed_streams(seeds).to(device)
         size_bn = (len(requests), max(limits))
         tokens_bn = torch.zeros(size_bn, dtype=torch.int64, device=device)
-        log_probs_bn = torch.zeros(size_bn, device=device)
+        log_probs_bn = torch.zeros(size_bn, dtype=log_prob_dtype(self.model.dtype), device=device)
         num_new_b = torch.zeros_like(limits_b)
 
         inputs = _left_padded(requests, device)

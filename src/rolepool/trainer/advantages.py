@@ -194,7 +194,8 @@ def token_level_scores(sizes: Sizes, scores: Tensor, width: int) -> Tensor:
 
 def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
     """Score, reward, advantage, return, value, length and entropy metrics of the batch, by verl's
-    definitions. `scored` has the sums of entropies, and log-probs if they are compared.
+    definitions. `scored` has the sums of entropies if the actor computed old log-probs, and both
+    log-probs if they are compared.
 
     A response without tokens is called aborted; its score and reward do not count. If all responses
     are aborted, there are no metrics of scores, rewards, advantages, returns, values and log-probs.
@@ -204,13 +205,16 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
     mask = estimated.mask
     is_aborted = mask.sum(dim=1) == 0
     num_tokens = sizes.num_prompt_tokens + sizes.num_response_tokens
+    # With the engine's log-probs there is nothing to compare, and the batch has no columns.
+    compared: Mapping[str, Tensor] = {} if scored.batch is None else scored.batch
     metrics = {
-        "actor/entropy": _entropy(estimated, scored.batch["entropy_sums"]),
         "response/aborted_ratio": float(is_aborted.float().mean()),
         "perf/total_num_tokens": float(num_tokens.sum()),
     }
     scores = Scores.of(estimated.scored).scores
     rewards = tensors["token_level_rewards"].sum(dim=1)
+    if "entropy_sums" in compared:  # otherwise the update tells it
+        metrics["actor/entropy"] = _entropy(estimated, compared["entropy_sums"])
     columns = {
         "critic/score": scores[~is_aborted],
         "critic/rewards": rewards[~is_aborted],
@@ -228,7 +232,7 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
             columns["critic/values"] = values[mask]
             explained = compute_explained_variance(tensors["returns"], values, mask)
             metrics["critic/vf_explained_var"] = float(explained)
-        if "rollout_log_probs" in scored.batch:
+        if "rollout_log_probs" in compared:
             metrics.update(_probs_diff(scored, mask))
     for name, column in columns.items():
         # If all responses are aborted, there is no score and no advantage.

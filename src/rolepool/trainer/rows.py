@@ -76,11 +76,13 @@ def _means_over_epochs(step: StepCalls) -> dict[str, float]:
             continue
         epochs = [call.get()[0] for call in calls]
         for key in epochs[0]:
-            total = sum(epoch[key] for epoch in epochs)
+            # The first epoch may have metrics that later ones do not have.
+            values = [epoch[key] for epoch in epochs if key in epoch]
+            total = sum(values)
             if key.endswith("updates"):
                 metrics[key] = total
             else:
-                metrics[key] = total / len(epochs)
+                metrics[key] = total / len(values)
     return metrics
 
 

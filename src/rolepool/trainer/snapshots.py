@@ -8,7 +8,7 @@ for them, or if somebody removes them, there is a warning, and the next one is t
 """
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -116,18 +116,30 @@ class Snapshots:
             files={},
             written=[],
         )
+        next_place = self._new_place(earlier, place)
         for name, role in roles.trained.items():
-            self._queue(taken, name, role)
+            self._queue(taken, name, role, next_place)
         self._taken = [*earlier, taken][-2:]
 
-    def _queue(self, taken: Taken, name: str, role: TrainedCalls) -> None:
-        """Queue the role's part of a snapshot, and its copy on another node."""
+    def _new_place(self, earlier: Sequence[Taken], place: str) -> str | None:
+        """The other place, if it is new, so that its memory can be allocated before it is needed.
+        None if it has files, because they may be the newest complete snapshot."""
+        (other,) = set(PLACES) - {place}
+        is_used = other in self._of_other_ranks or any(taken.place == other for taken in earlier)
+        return None if is_used else other
+
+    def _queue(self, taken: Taken, name: str, role: TrainedCalls, next_place: str | None) -> None:
+        """Queue the role's part of a snapshot, and its copy on another node. The ranks allocate
+        memory in the next place, if there is one."""
         folder = Path(taken.place, name)
         nodes = [process.node_id for process in role.group.processes]
         num_ranks = len(nodes)
         folders = [str(self._folders[node] / folder) for node in nodes]
+        next_folders: list[str | None] = [None] * num_ranks
+        if next_place is not None:
+            next_folders = [str(self._folders[node] / next_place / name) for node in nodes]
         numbers = [taken.number] * num_ranks
-        written = role.take_snapshot(folders, numbers)
+        written = role.take_snapshot(folders, numbers, next_folders)
         files: list[Files] = []
         for rank in range(num_ranks):
             files.append(snapshot_files(folder, rank, num_ranks))

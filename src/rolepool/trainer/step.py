@@ -82,8 +82,8 @@ class StepCalls:
     calls: Mapping[str, Sequence[CallFuture]]
     estimated: Estimated
     scored: DataProtoFuture
-    """`entropy_sums` of the policy that generated; `rollout_log_probs` and `old_log_probs` if they
-    are compared."""
+    """`entropy_sums` of the policy that generated, if the actor computed its old log-probs;
+    `rollout_log_probs` and `old_log_probs` if they are compared."""
     generation: DataProtoFuture
     """The responses."""
 
@@ -138,7 +138,7 @@ def learn_from(
     number = generated.number
     rollouts = generated.rollouts
     values = roles.critic.compute_values(rollouts) if roles.critic else None
-    old = roles.actor.compute_log_prob(rollouts)
+    old = old_log_probs(config, roles, rollouts)
     ref = roles.ref.compute_ref_log_prob(rollouts) if roles.ref else None
 
     in_reward = (old, ref) if config.algorithm.use_kl_in_reward else ()
@@ -172,9 +172,11 @@ def learn_from(
             roles.actor.update_actor(of_actor.reorder(order), ends_step=is_last)
         roles.sync_weights(number)
 
-    columns = ["entropy_sums"]
-    if config.actor_rollout_ref.rollout.calculate_log_probs:
-        columns += ["rollout_log_probs", "old_log_probs"]
+    columns: list[str] = []
+    if not config.bypasses_old_log_prob:
+        columns.append("entropy_sums")
+        if config.actor_rollout_ref.rollout.calculate_log_probs:
+            columns += ["rollout_log_probs", "old_log_probs"]
     noted = with_own_names(roles.recorder.take(), generated.calls)
     return StepCalls(
         number,
@@ -183,6 +185,14 @@ def learn_from(
         scored=rollouts.union(old).select(columns),
         generation=rollouts,
     )
+
+
+def old_log_probs(config: Config, roles: Roles, rollouts: DataProtoFuture) -> DataProtoFuture:
+    """Log-probs under the policy that generated: those of the actor, or those that the engine has
+    returned with the responses."""
+    if config.bypasses_old_log_prob:
+        return rollouts.select(["old_log_probs"])
+    return roles.actor.compute_log_prob(rollouts)
 
 
 ppo_step = Step(generate, learn_from)
@@ -317,8 +327,14 @@ class TrainedCalls(Protocol):
         """Load what was saved. There is a folder for each rank, because nodes have different
         ones."""
 
-    def take_snapshot(self, folder: Sequence[str], number: Sequence[int]) -> CallFuture:
-        """Copy the state to shared memory. Here, too, there is a folder for each rank."""
+    def take_snapshot(
+        self,
+        folder: Sequence[str],
+        number: Sequence[int],
+        next_folder: Sequence[str | None],
+    ) -> CallFuture:
+        """Copy the state to shared memory. Here, too, there is a folder for each rank, and one in
+        which the memory of the next snapshot is allocated."""
 
 
 class ActorCalls(TrainedCalls, Protocol):
