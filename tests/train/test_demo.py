@@ -75,9 +75,9 @@ def test_the_split_demo_learns_in_time_and_its_pools_overlap(demo: Demo, tmp_pat
     assert "Token authentication" not in output, "Ray's warning asks for nothing"
     lines = output.splitlines()
     parts = [
-        "importing torch",
+        "starting Ray and importing torch",
         "reading prompts",
-        "starting 2 processes",
+        "waiting for 2 processes",
         "loading models",
         "validating",
     ]

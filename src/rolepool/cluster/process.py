@@ -1,7 +1,8 @@
-"""The worker process: one Ray actor per slot of a pool, hosting all roles of that pool.
+"""The worker process: one for each slot of a pool, hosting all roles of that pool.
 
-Owns the process: its rank, device, process group and seeds. It runs one call after another. Roles
-reach it as classes, so it does not know what they compute.
+Owns the process: its rank, device, process group and seeds. It runs one call after another, which
+`rolepool.cluster.actor` passes on to it. Roles reach it as classes, so it does not know what they
+compute.
 """
 
 import asyncio
@@ -90,8 +91,7 @@ class Whereabouts:
 
 
 class WorkerProcess:
-    """Started by `start_pools` on one slot. It runs one call at a time, in the order in which they
-    were made."""
+    """The state of the process, which its actor (`WorkerActor`) has."""
 
     def __init__(self, folder: str, extensions: Sequence[str] = ()) -> None:
         """`folder` is the driver's working folder. Relative paths are relative to it, not to the
@@ -127,12 +127,10 @@ class WorkerProcess:
             stack_file=f"/proc/{pid}/fd/{self._stack_file.fileno()}",
         )
 
-    @ray.method(concurrency_group="health")
     def ping(self) -> float:
         """The time on this node. It also answers while a call runs."""
         return time.time()
 
-    @ray.method(concurrency_group="health")
     def stacks(self) -> str:
         """The Python stack of each thread. It also answers while a call waits, for example in a
         collective."""
@@ -143,13 +141,11 @@ class WorkerProcess:
             stacks.append(f"thread {names.get(thread_id)}:\n{stack}")
         return "\n".join(stacks)
 
-    @ray.method(concurrency_group="health")
     def limit_output(self, path: str) -> None:
         """From now on, write all that this process prints to this file, and show only some of it on
         the console."""
         write_output_to(Path(path))
 
-    @ray.method(concurrency_group="health")
     def why_missing(self, path: str) -> str | None:
         """The problem that this node does not have the file or folder; None if it has it."""
         full_path = Path(self._folder, Path(path).expanduser())
@@ -318,7 +314,6 @@ class WorkerProcess:
 
     # Work
 
-    @ray.method(num_returns=2)
     def run(
         self,
         packed: bytes,

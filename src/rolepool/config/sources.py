@@ -39,17 +39,15 @@ def recipe_text(name: str) -> str:
     return (RECIPES_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def trains_demo(config: Config) -> bool:
-    """Whether a run needs the demo in `DEMO_FOLDER`, and rolepool may make it there."""
+def makes_demo(config: Config) -> bool:
+    """Whether a run needs files of the demo in `DEMO_FOLDER`, which do not exist yet."""
     models = (
         config.actor_rollout_ref.model.path,
         config.critic.model.path,
         config.reward_model.model.path,
     )
     paths = (*config.data.train_files, *config.data.val_files, *models)
-    folder = Path(DEMO_FOLDER)
-    is_ours = (folder / DEMO_MARKER).exists() or not folder.exists()
-    return is_ours and any(map(_is_in_demo, paths))
+    return any(map(is_demo_to_make, paths))
 
 
 def is_demo_to_make(path: str | None) -> bool:

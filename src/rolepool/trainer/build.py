@@ -27,7 +27,7 @@ from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.roles import ROLE_SPECS
 from rolepool.protocol import Worker
 from rolepool.roles.setups import RunSetup
-from rolepool.trainer.inputs import uses_rule
+from rolepool.trainer.helpers import uses_rule
 from rolepool.trainer.step import Roles
 from rolepool.weights.channels import channel_of
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rolepool.command_line import DriverEnd, Parser, print_errors, read_words, run_program
 from rolepool.errors import RayDiedError, collected
-from rolepool.quick_imports import quick_imports
+from rolepool.quick_imports import imported_beside, quick_imports
 
 if TYPE_CHECKING:
     from rolepool.config import Config, LoadedConfig
-    from rolepool.trainer.console import OnStep, OnValidation
+    from rolepool.trainer.console import OnStep, OnValidation, TrainingConsole
+    from rolepool.trainer.loop import Trainer
     from rolepool.trainer.supervisor import Death
 
 
@@ -79,8 +81,10 @@ def start(
     if death is not None and death.has_checkpoint:
         loaded = replace(loaded, config=loaded.config.with_value("trainer.resume_mode", "auto"))
 
-    from rolepool.config.sources import DEMO_FOLDER, trains_demo
+    from rolepool.config.sources import DEMO_FOLDER, makes_demo
     from rolepool.trainer.console import TrainingConsole
+    from rolepool.trainer.early_start import begin_early
+    from rolepool.trainer.interrupt import Interrupt
     from rolepool.trainer.rebalancer import resolve
     from rolepool.trainer.start_checks import check_start
 
@@ -89,7 +93,7 @@ def start(
     with collected(problems):
         loaded, notices = resolve(loaded)
     warnings = check_start(loaded, reward, *problems)
-    if trains_demo(loaded.config):
+    if makes_demo(loaded.config):
         from rolepool.data.demo import make_demo
 
         make_demo(DEMO_FOLDER)
@@ -98,15 +102,23 @@ def start(
     print_errors([*loaded.notes(), *notices], label="note: ")
     print_errors([*loaded.warnings, *warnings], label="warning: ")
     console = TrainingConsole(loaded.config.trainer.logger, on_step, on_validation)
-    console.on_phase("importing torch")
+    with ExitStack() as cleanup:
+        with Interrupt().watch():
+            console.on_phase("starting Ray and importing torch")
+            with imported_beside("torch", "tensordict", "transformers"):
+                begun = cleanup.enter_context(begin_early(loaded.config, reward))
+            with quick_imports():
+                from rolepool.trainer.loop import Trainer
 
-    with quick_imports():
-        from rolepool.trainer.loop import Trainer
+            console.on_phase("reading prompts")
+            trainer = Trainer(loaded, reward=reward, begun=begun)
+        trainer.observer = console
+        trainer.death = death
+        _run(trainer, console)
+    console.print_summary(trainer.parts.folder.path)
 
-    console.on_phase("reading prompts")
-    trainer = Trainer(loaded, reward=reward)
-    trainer.observer = console
-    trainer.death = death
+
+def _run(trainer: Trainer, console: TrainingConsole) -> None:
     with console.progress_of(trainer.num_steps):
         try:
             trainer.run()
@@ -115,7 +127,6 @@ def start(
             raise RayDiedError(
                 f"{error}; {trainer.parts.checkpoints.newest_in_words}; {fix}"
             ) from None
-    console.print_summary(trainer.parts.folder.path)
 
 
 def main(

@@ -9,6 +9,7 @@ the watchdog, and then it is a death.
 import time
 from contextlib import ExitStack, suppress
 
+from rolepool.cluster.begin import Begun
 from rolepool.errors import WorkerError
 from rolepool.trainer.beginning import StartPoint
 from rolepool.trainer.deployment import Build, Deployment
@@ -20,9 +21,11 @@ from rolepool.trainer.stores import Beginning, Saved
 class Recovery:
     """Brings the driver and a deployment to a state, together."""
 
-    def __init__(self, parts: RunParts, build: Build) -> None:
+    def __init__(self, parts: RunParts, build: Build, begun: Begun | None = None) -> None:
         self._parts = parts
         self._build = build
+        self._begun = begun
+        """Processes that are starting already; None if there are none, or none any more."""
         self._keys = parts.config.trainer
         self._pipeline = parts.pipeline
         self._checkpoints = parts.checkpoints
@@ -114,14 +117,18 @@ class Recovery:
         """Start the processes that the config asks for."""
         num_processes = sum(pool.world_size for pool in self._parts.plan.pools.values())
         plural = "es" if num_processes > 1 else ""
-        self._journal.observer.on_phase(f"starting {num_processes} process{plural}")
         folder = self._parts.folder.path
+        begun = self._begun
+        self._begun = None  # if one of them dies, all are started again
+        verb = "starting" if begun is None else "waiting for"
+        self._journal.observer.on_phase(f"{verb} {num_processes} process{plural}")
         return Deployment(
             self._parts.loaded,
             self._build,
             folder,
             self._journal.notice,
             helpers=self._parts.helpers,
+            begun=begun,
         )
 
     # The way back
