@@ -48,7 +48,7 @@ def modules_of(config: Config, plan: Plan) -> dict[str, list[str]]:
 
 def _modules_of_role(config: Config, role: Role) -> Iterator[str]:
     yield from _own_module(ROLE_SPECS[role].worker)
-    if role is Role.Rollout:
+    if role == Role.Rollout:
         engine = config.actor_rollout_ref.rollout.engine
         yield from _own_module(ENGINES.get(engine, ""))
     path, overrides = model_of(config, role)
