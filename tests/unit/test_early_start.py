@@ -50,6 +50,15 @@ def test_each_pool_imports_what_its_roles_need(demo: Demo) -> None:
         __import__(name)
 
 
+def test_only_processes_on_gpus_import_what_compiles(demo: Demo) -> None:
+    config = load_config([], [f"actor_rollout_ref.model.path={demo.model}", *SPLIT]).config
+    plan = build_plan(config)
+    on_gpu = modules_of(config, plan, on_gpu=True)
+    for name, names in modules_of(config, plan).items():
+        assert "torch._inductor.compile_fx" not in names
+        assert ("torch._inductor.compile_fx" in on_gpu[name]) == (name in plan.pools)
+
+
 def test_modules_of_users_are_not_imported_before_their_role_is_built(demo: Demo) -> None:
     named = modules(demo, "actor_rollout_ref.rollout.name=my_engines:engine")
     assert not any("my_engines" in names for names in named.values())

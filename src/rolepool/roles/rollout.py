@@ -14,7 +14,7 @@ from torch import Tensor
 from rolepool.config import Config
 from rolepool.config.functions import ENGINES, import_object
 from rolepool.config.model_keys import RolloutConfig
-from rolepool.errors import logger
+from rolepool.errors import RolepoolError, logger
 from rolepool.models.loading import load_policy
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
@@ -57,10 +57,16 @@ class Rollout(ModelRole):
             shared_model = actor.trained.model
         name = self.keys.engine
         make = import_object(ENGINE_KEY, ENGINES.get(name, name))
+        # A user's engine may need the weights of the files.
+        reads_weights = name not in ENGINES or not setup.gets_weights
+        self._lacks_weights = shared_model is None and not reads_weights
+        """Whether the engine's weights are undefined, because none have arrived yet."""
         self.engine: Engine = make(
             config=config,
             context=self.context,
-            load_model=partial(load_policy, config, self.frozen_dtype, packed=False),
+            load_model=partial(
+                load_policy, config, self.frozen_dtype, packed=False, reads_weights=reads_weights
+            ),
             shared_model=shared_model,
         )
         if self.rank == 0:
@@ -86,6 +92,10 @@ class Rollout(ModelRole):
     def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
         """A response to each prompt, or a conversation. It depends on weights, prompt and seed, not
         on the rank."""
+        if self._lacks_weights:
+            raise RolepoolError(
+                "the rollout has no weights yet: send those of the actor before it generates"
+            )
         sampling = self._sampling(purpose)
         asked = Prompts.of(prompts)
         run_seed = self.context.run_seed
@@ -158,6 +168,7 @@ class Rollout(ModelRole):
         sent = Digests() if self.rank == 0 else None
         with actor.weights.open(names) as tensors, part("gather"):
             got = self.engine.update_weights(_noted(tensors, sent), version)
+        self._lacks_weights = False
         self._warn_without(got)
         return Delivery(None if sent is None else Receipt(version, sent.read()), got)
 
@@ -168,6 +179,7 @@ class Rollout(ModelRole):
         the engine's receipt, if there is one."""
         got = self.engine.update_weights(unpacked(weights), version)
         if version is not None:
+            self._lacks_weights = False
             self._warn_without(got)
         return got
 

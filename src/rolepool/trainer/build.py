@@ -45,11 +45,13 @@ def build_roles(
     tell: Callable[[str], None] = lambda line: None,
     *,
     reads_weights: bool = True,
+    gets_weights: bool = False,
 ) -> Roles:
     """Build every role that its pool does not have yet, all pools at the same time, and wait until
     they are ready. A rule reward gets a process if none was started for it. `tell` gets lines about
     what the build waits for. With `reads_weights=False`, the weights of trained roles are undefined
-    until a saved state is loaded into them.
+    until a saved state is loaded into them. With `gets_weights`, those of the rollout are undefined
+    until the actor's are sent to it.
 
     Raises ConfigError if a node does not have a model folder, because its processes would look for
     it on the hub.
@@ -65,6 +67,7 @@ def build_roles(
         policy_loss=policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode),
         reward=reward,
         reads_weights=reads_weights,
+        gets_weights=gets_weights,
     )
     if uses_rule(cluster.plan) and RULE_POOL not in cluster.groups:
         cluster.add_helpers(RULE_POOL, 1)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rolepool.cluster.begin import Begun, begin
 from rolepool.config import Config
+from rolepool.config.fitting import num_gpus
 from rolepool.config.functions import ENGINES
 from rolepool.config.model_files import ShapeUnknown, read_model_file
 from rolepool.data.reward_signatures import UserFunction
@@ -18,6 +19,9 @@ from rolepool.trainer.helpers import helpers_of
 OWN = "rolepool."
 """How the names of rolepool's own modules begin. Modules of users are imported when their role is
 built, because they may read what the process is told before that, such as its rank."""
+
+FOR_GPUS = ("torch._inductor.compile_fx", "rolepool.rollout.kernels")
+"""What compiles models, and what generates on a GPU. They would be imported in the first step."""
 
 
 def begin_early(config: Config, reward: UserFunction | None = None) -> Begun:
@@ -31,16 +35,26 @@ def begin_early(config: Config, reward: UserFunction | None = None) -> Begun:
         num_cpus=ray_init.num_cpus,
         timeout_s=config.placement.timeout_s,
         helpers=helpers_of(config, plan, reward),
-        modules=modules_of(config, plan),
+        # With MPS, a process must not use its GPU before it is told how.
+        modules=modules_of(config, plan, on_gpu=_has_gpus(config) and not plan.mps),
     )
 
 
-def modules_of(config: Config, plan: Plan) -> dict[str, list[str]]:
-    """The modules that the roles of each pool need, without those of users."""
+def _has_gpus(config: Config) -> bool:
+    device = config.trainer.device
+    return device == "cuda" or (device == "auto" and num_gpus() > 0)
+
+
+def modules_of(config: Config, plan: Plan, *, on_gpu: bool = False) -> dict[str, list[str]]:
+    """The modules that the roles of each pool need, without those of users. `on_gpu` says whether
+    the processes may use GPUs as soon as they start."""
     modules: dict[str, list[str]] = {name: [] for name in [*plan.pools, RULE_POOL]}
     for role, spec in ROLE_SPECS.items():
         if role in plan.roles:
-            modules[plan.roles[role]] += _modules_of_role(config, role)
+            pool = plan.roles[role]
+            modules[pool] += _modules_of_role(config, role)
+            if on_gpu:
+                modules[pool] += FOR_GPUS
         elif spec.rule_worker is not None:
             modules[RULE_POOL] += _own_module(spec.rule_worker)
     return {name: list(dict.fromkeys(names)) for name, names in modules.items()}
