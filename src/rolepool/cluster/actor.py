@@ -7,6 +7,7 @@ which only the process imports.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -36,6 +37,7 @@ class WorkerActor:
     ) -> None:
         """`modules` are those that the roles of this process will need. They are imported now,
         while the driver does other work. See `WorkerProcess` for the rest."""
+        start_s = time.time()
         with quick_imports():
             from rolepool.cluster.process import WorkerProcess
 
@@ -43,7 +45,7 @@ class WorkerActor:
                 # A role that needs the module imports it again, and then the error is reported.
                 with suppress(Exception):
                     import_module(module)
-        self._process = WorkerProcess(folder, extensions)
+        self._process = WorkerProcess(folder, extensions, (start_s, time.time()))
 
     def whereabouts(self) -> Whereabouts:
         return self._process.whereabouts()

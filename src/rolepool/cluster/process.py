@@ -86,6 +86,8 @@ class Whereabouts:
     """The indices on its node of the GPUs it holds: one, or none on a CPU slot."""
     gpu_memory_bytes: int | None
     """None on a CPU slot."""
+    imports_s: tuple[float, float]
+    """When it began to import modules, and when it had imported all, on the clock of its node."""
     stack_file: str
     """A file on its node to which SIGUSR1 writes the Python stacks of the process."""
 
@@ -93,13 +95,16 @@ class Whereabouts:
 class WorkerProcess:
     """The state of the process, which its actor (`WorkerActor`) has."""
 
-    def __init__(self, folder: str, extensions: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: str, extensions: Sequence[str], imports_s: tuple[float, float]
+    ) -> None:
         """`folder` is the driver's working folder. Relative paths are relative to it, not to the
         folder where Ray was started. `extensions` are the modules of the driver's
-        `trainer.extensions`."""
+        `trainer.extensions`. `imports_s` is told by `whereabouts`."""
         keep_title()
         gc.freeze()  # modules stay, so nobody has to look through them for garbage
         self._folder = folder
+        self._imports_s = imports_s
         # Files that the config names are checked on every node before they are read.
         with suppress(OSError):
             os.chdir(folder)
@@ -124,6 +129,7 @@ class WorkerProcess:
             node_id=ray.get_runtime_context().get_node_id(),
             gpus=gpus,
             gpu_memory_bytes=detect_gpu_memory() if gpus else None,
+            imports_s=self._imports_s,
             stack_file=f"/proc/{pid}/fd/{self._stack_file.fileno()}",
         )
 

@@ -23,6 +23,7 @@ from rolepool.metrics.sharding_times import ShardingTime
 from rolepool.metrics.spans import (
     BETWEEN_STEPS,
     DRIVER,
+    PREPARATIONS,
     RULE_POOL,
     Part,
     Recorded,
@@ -487,7 +488,7 @@ def _works_of(span: Span, num_rows: int) -> list[PartOfCall]:
     works = []
     parts_s = 0.0
     for part in span.parts:
-        if part.name == FETCH:
+        if part.name == FETCH or part.name in PREPARATIONS:
             continue
         work = Work(part.num_pieces, part.num_tokens, part.num_attended)
         works.append(PartOfCall(part.name, work, part.seconds))

@@ -85,9 +85,12 @@ def start(
     from rolepool.trainer.console import TrainingConsole
     from rolepool.trainer.early_start import begin_early
     from rolepool.trainer.interrupt import Interrupt
+    from rolepool.trainer.phases import Phases
     from rolepool.trainer.rebalancer import resolve
     from rolepool.trainer.start_checks import check_start
 
+    phases = Phases()
+    phases.begin("checking the config")
     problems: list[str] = []
     notices: list[str] = []
     with collected(problems):
@@ -102,17 +105,24 @@ def start(
     print_errors([*loaded.notes(), *notices], label="note: ")
     print_errors([*loaded.warnings, *warnings], label="warning: ")
     console = TrainingConsole(loaded.config.trainer.logger, on_step, on_validation)
+
+    def begin_phase(what: str) -> None:
+        phases.begin(what)
+        console.on_phase(what)
+
     with ExitStack() as cleanup:
         with Interrupt().watch():
-            console.on_phase("starting Ray and importing torch")
+            begin_phase("starting Ray")
             with imported_beside("torch", "tensordict", "transformers"):
                 begun = cleanup.enter_context(begin_early(loaded.config, reward))
+                begin_phase("importing torch")
             with quick_imports():
                 from rolepool.trainer.loop import Trainer
 
-            console.on_phase("reading prompts")
+            begin_phase("reading prompts")
             trainer = Trainer(loaded, reward=reward, begun=begun)
         trainer.observer = console
+        trainer.journal.phases = phases
         trainer.death = death
         _run(trainer, console)
     console.print_summary(trainer.parts.folder.path)

@@ -44,7 +44,7 @@ class Recovery:
             deployment = cleanup.enter_context(self._open())
             if measures:
                 deployment.measure_sharding()
-            self._journal.observer.on_phase("loading models")
+            self._journal.begin_phase("loading models")
             if self._checkpoints.are_saved or start.checkpoint is not None:
                 self._checkpoints.check_folder_is_shared(deployment.trained_groups)
             if start.checkpoint is not None:
@@ -121,7 +121,7 @@ class Recovery:
         begun = self._begun
         self._begun = None  # if one of them dies, all are started again
         verb = "starting" if begun is None else "waiting for"
-        self._journal.observer.on_phase(f"{verb} {num_processes} process{plural}")
+        self._journal.begin_phase(f"{verb} {num_processes} process{plural}")
         return Deployment(
             self._parts.loaded,
             self._build,
