@@ -186,7 +186,7 @@ def worker_of(run: subprocess.Popen[str]) -> psutil.Process:
     """The process of a run's only pool."""
     children = psutil.Process(run.pid).children(recursive=True)
     return next(
-        child for child in children if re.search("WorkerProcess|_pool/0", " ".join(child.cmdline()))
+        child for child in children if re.search("WorkerActor|_pool/0", " ".join(child.cmdline()))
     )
 
 
