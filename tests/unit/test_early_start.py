@@ -23,7 +23,7 @@ SPLIT = ["trainer.n_gpus_per_node=2", "trainer.device=cpu", "placement.strategy=
 def test_processes_can_be_started_without_torch(
     python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    code = "import sys, rolepool.trainer.early_start as early; assert early.begin_early\n"
+    code = "import sys, rolepool.trainer.early_start as early; assert early.begin\n"
     code += "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     ended = python("-c", code)
     assert ended.stdout == "[]\n", ended.stderr

@@ -83,7 +83,7 @@ def start(
 
     from rolepool.config.sources import DEMO_FOLDER, makes_demo
     from rolepool.trainer.console import TrainingConsole
-    from rolepool.trainer.early_start import begin_early
+    from rolepool.trainer.early_start import early_start
     from rolepool.trainer.interrupt import Interrupt
     from rolepool.trainer.phases import Phases
     from rolepool.trainer.rebalancer import resolve
@@ -113,8 +113,9 @@ def start(
     with ExitStack() as cleanup:
         with Interrupt().watch():
             begin_phase("starting Ray")
+            begin_processes = early_start(loaded.config, reward)
             with imported_beside("torch", "tensordict", "transformers"):
-                begun = cleanup.enter_context(begin_early(loaded.config, reward))
+                begun = cleanup.enter_context(begin_processes())
                 begin_phase("importing torch")
             with quick_imports():
                 from rolepool.trainer.loop import Trainer
