@@ -142,13 +142,13 @@ def signal(parser: Parser, arguments: list[str]) -> None:
         raise ConfigError(f"--prompts {options.prompts}: must be at least 1")
     draft = read_words(options)
 
-    from rolepool.config.sources import DEMO_FOLDER, trains_demo
+    from rolepool.config.sources import DEMO_FOLDER, makes_demo
     from rolepool.quick_imports import quick_imports
     from rolepool.trainer.start_checks import check_start, checked
 
     loaded = checked(draft)
     warnings = check_start(loaded)
-    if trains_demo(loaded.config):
+    if makes_demo(loaded.config):
         from rolepool.data.demo import make_demo
 
         make_demo(DEMO_FOLDER)

@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from roles_for_tests import Place
 
 from rolepool.cluster import Cluster
-from rolepool.cluster.cluster import MIN_CPUS
+from rolepool.cluster.begin import MIN_CPUS
 from rolepool.cluster.nodes import Node, live_nodes, nodes_with_slots
 from rolepool.errors import ConfigError, PlacementError, WorkerError
 from rolepool.placement import Plan

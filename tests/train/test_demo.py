@@ -25,6 +25,7 @@ from rolepool.errors import PlacementError
 from rolepool.metrics import Span
 from rolepool.metrics.row_text import validation_score
 from rolepool.metrics.spans import step_bounds
+from rolepool.metrics.start_times import START_FILE, StartTimes
 from rolepool.metrics.timeline import Timeline, critical_path, lanes
 from rolepool.report.console_logs import read_logs
 from rolepool.report.run import read_run
@@ -75,9 +76,10 @@ def test_the_split_demo_learns_in_time_and_its_pools_overlap(demo: Demo, tmp_pat
     assert "Token authentication" not in output, "Ray's warning asks for nothing"
     lines = output.splitlines()
     parts = [
+        "starting Ray",
         "importing torch",
         "reading prompts",
-        "starting 2 processes",
+        "waiting for 2 processes",
         "loading models",
         "validating",
     ]
@@ -93,6 +95,14 @@ def test_the_split_demo_learns_in_time_and_its_pools_overlap(demo: Demo, tmp_pat
         str(step) for step in range(1, 61)
     ]
     assert list(read_logs([tmp_path / "train.log"])["train"]) == list(range(61))
+    start_times = StartTimes.model_validate_json((tmp_path / START_FILE).read_text())
+    assert [entry.what for entry in start_times.phases] == ["checking the config", *parts]
+    did = {(entry.who, entry.what) for entry in start_times.processes}
+    assert did >= {
+        ("critic_pool rank 0", "importing"),
+        ("critic_pool rank 0", "loading critic"),
+        ("actor_rollout_ref_pool rank 0", "loading rollout"),
+    }
 
     steps = spans_by_step(tmp_path)
     phases, shorter_to_longer, into_next_generation = [], [], []
@@ -176,7 +186,7 @@ def worker_of(run: subprocess.Popen[str]) -> psutil.Process:
     """The process of a run's only pool."""
     children = psutil.Process(run.pid).children(recursive=True)
     return next(
-        child for child in children if re.search("WorkerProcess|_pool/0", " ".join(child.cmdline()))
+        child for child in children if re.search("WorkerActor|_pool/0", " ".join(child.cmdline()))
     )
 
 

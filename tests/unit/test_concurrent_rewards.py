@@ -20,7 +20,7 @@ from rolepool.data.retries import Retries, is_connection_error
 from rolepool.data.reward_functions import load_reward_function
 from rolepool.data.reward_process import ScoringProcesses, calls_at_once
 from rolepool.data.rewards import Reward, RewardError, RewardFunction, SampleError, score_batch
-from rolepool.trainer.inputs import num_helpers_for
+from rolepool.trainer.helpers import num_helpers_for
 
 CHAT = [{"role": "user", "content": "a or b?"}]
 

@@ -220,6 +220,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "device": "auto",
         "seed": NOT_SAID,
         "deterministic": False,
+        "compile_cache_dir": "auto",
         "extensions": [],
         "step": None,
     },

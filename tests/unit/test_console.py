@@ -85,7 +85,7 @@ def test_the_start_is_printed_without_a_terminal_with_the_time_of_each_part(
 def test_only_rays_note_that_it_uses_a_token_is_dropped() -> None:
     from ray._private.authentication import authentication_token_setup as ray_tokens
 
-    import rolepool.cluster  # noqa: F401 (which sets the filter)
+    import rolepool.cluster.connection  # noqa: F401 (which sets the filter)
 
     written = io.StringIO()
     handler = logging.StreamHandler(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -38,7 +39,9 @@ def weights(demo: Demo) -> dict[str, Tensor]:
     return {**named, "lm_head.weight": named["model.embed_tokens.weight"]}
 
 
-def make_rollout(demo: Demo, device: str = "cpu", *overrides: str) -> Rollout:
+def make_rollout(
+    demo: Demo, device: str = "cpu", *overrides: str, gets_weights: bool = False
+) -> Rollout:
     """In float64 on a CPU, so that no two tokens are so close that rounding decides between
     them."""
     settings = [
@@ -48,7 +51,8 @@ def make_rollout(demo: Demo, device: str = "cpu", *overrides: str) -> Rollout:
     ]
     config = load_config([], [*settings, *overrides]).config
     with made_in(WorkerContext(device=device)):
-        return Rollout(config, RolloutSetup(stop_token_ids=(1,), dtype=torch.float64))
+        setup = RolloutSetup(stop_token_ids=(1,), dtype=torch.float64, gets_weights=gets_weights)
+        return Rollout(config, setup)
 
 
 def leg(named: Iterable[tuple[str, Tensor]]) -> list[dict[str, WeightRows]]:
@@ -93,6 +97,33 @@ def test_weights_that_come_in_legs_are_generated_with(
     after = log_probs(rollout)
     torch.testing.assert_close(after, log_probs(at_once), rtol=0, atol=1e-5)
     assert after.shape != before.shape or not torch.allclose(after, before, atol=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_a_rollout_that_gets_weights_reads_none_and_generates_the_same_with_those_it_gets(
+    demo: Demo, weights: dict[str, Tensor], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [
+        "actor_rollout_ref.rollout.calculate_log_probs=true",
+        f"actor_rollout_ref.rollout.name={engine}",
+    ]
+    reading = make_rollout(demo, "cpu", *keys)
+    reading.take_weights(leg(weights.items()), 1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transformers.PreTrainedModel, "from_pretrained", _refuse_to_read)
+        rollout = make_rollout(demo, "cpu", *keys, gets_weights=True)
+    with pytest.raises(RolepoolError, match="has no weights yet"):
+        rollout.generate_sequences(prompts())
+    rollout.take_weights(leg(list(weights.items())[:5]), None)
+    with pytest.raises(RolepoolError, match="has no weights yet"):
+        rollout.generate_sequences(prompts())
+    rollout.take_weights(leg(list(weights.items())[5:]), 1)
+    assert torch.equal(log_probs(rollout), log_probs(reading))
+
+
+def _refuse_to_read(*_: object, **__: object) -> None:
+    raise AssertionError("the weights were read from the files of the model")
 
 
 def test_rows_are_ragged_and_log_probs_come_only_if_asked_for(demo: Demo) -> None:

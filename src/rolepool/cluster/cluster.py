@@ -15,7 +15,8 @@ from ray.exceptions import RayError
 
 from rolepool.cluster import launch, reservation
 from rolepool.cluster.answers import Answer, Asked, await_all, outcomes
-from rolepool.cluster.connection import connect, raise_if_ray_died
+from rolepool.cluster.begin import Begun, begin
+from rolepool.cluster.connection import connect
 from rolepool.cluster.deaths import find_deaths
 from rolepool.cluster.group import WorkerGroup, ask_healthy
 from rolepool.cluster.launch import Process
@@ -25,7 +26,7 @@ from rolepool.cluster.process import Measure, Measured
 from rolepool.cluster.reservation import Bundles, Reservation
 from rolepool.cluster.watchdog import Watchdog
 from rolepool.config.run_keys import TrainerConfig
-from rolepool.errors import PlacementError, RayDiedError, WorkerError
+from rolepool.errors import PlacementError, WorkerError
 from rolepool.placement import Plan
 
 NODE_POLL_S = 0.5
@@ -34,9 +35,6 @@ ABORT_TIMEOUT_S = 5.0
 """The time in which a process must answer that it has aborted its waits."""
 END_TIMEOUT_S = 60.0
 """The time in which processes must end after they were killed."""
-MIN_CPUS = 8
-"""What a local Ray counts at least, no matter how many cores there are, so that a run can move to
-more CPU slots."""
 
 
 class ProcessSettings(TypedDict):
@@ -70,30 +68,23 @@ class Cluster(AbstractContextManager["Cluster"]):
         run_seed: int = 1,
         deterministic: bool = False,
         helpers: Mapping[str, int] | None = None,
+        begun: Begun | None = None,
     ) -> None:
         """`helpers` are pools of processes beside those of the plan, without GPUs, and the number
-        of their processes. They start at the same time as the others."""
+        of their processes. They start at the same time as the others. If the start of this plan has
+        `begun` already, it is only finished here."""
         self.plan = plan
         self.groups: dict[str, WorkerGroup] = {}
         self._settings = ProcessSettings(run_seed=run_seed, deterministic=deterministic)
         self._timeout_s = timeout_s
-        num_processes = sum(pool.world_size for pool in plan.pools.values())
-        # One CPU more than processes, for tasks and helpers beside them.
-        num_ray_cpus = num_cpus or max(num_processes + 1, MIN_CPUS)
-        with ExitStack() as cleanup:  # if the start fails, it undoes what was done so far
-            cleanup.callback(connect(address, num_ray_cpus, plan.device))
-            cleanup.push(_name_ray_as_cause)
-            self._reserved = reservation.reserve(
-                plan,
-                live_nodes(),
-                cleanup,
-                timeout_s,
-                held={},
+        if begun is None:
+            begun = begin(
+                plan, address=address, num_cpus=num_cpus, timeout_s=timeout_s, helpers=helpers
             )
-            places = dict.fromkeys(plan.pools, self._reserved)
-            for name, count in (helpers or {}).items():
-                places[name] = reservation.place_for_helpers(name, count)
-            pools = launch.start_pools(places, cleanup, **self._settings)
+        with ExitStack() as cleanup:  # if the start fails, it undoes what was done so far
+            cleanup.push(begun.take())
+            self._reserved = begun.reserved
+            pools = launch.finish_start(begun.places, begun.starting, **self._settings)
             self._cleanup = cleanup.pop_all()
         self._add_groups(pools)
 
@@ -341,9 +332,3 @@ def _await_end(killed: Sequence[Process], names: str) -> None:
                 f"the processes of {names} have not ended {END_TIMEOUT_S:g} s "
                 "after they were killed"
             )
-
-
-def _name_ray_as_cause(kind: object, error: BaseException | None, trace: object) -> None:
-    """If Ray has died, errors of all types follow, and some of them blame a worker."""
-    if isinstance(error, Exception) and not isinstance(error, RayDiedError):
-        raise_if_ray_died()

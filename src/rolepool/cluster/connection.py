@@ -14,8 +14,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Required, TypedDict, Unpack
 
@@ -37,6 +37,9 @@ logging.getLogger("ray._private.authentication.authentication_token_setup").addF
     )
 )
 
+WORKER_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Environment variables of all processes. With the default policy, the threads of several processes
+waste the time of a few cores by active waiting."""
 START_LIMIT = "RAY_gcs_server_port_wait_time_s"
 SYSTEM_CONFIG: dict[str, object] = {"task_events_report_interval_ms": 0}
 """No record of each call. Ray's GCS process would keep the last 100,000 of them in memory, and
@@ -103,17 +106,19 @@ def _init_ray(**options: Unpack[_RayOptions]) -> None:
     aborts."""
     before = signal.getsignal(signal.SIGTERM)
     _limit_what_ray_prints()
-    # With the default policy, the threads of several processes waste the time of a few cores by
-    # active waiting.
-    environment = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
+    is_local = options["address"] == "local"
+    # Ray starts processes ahead of time, and uses them only for actors with the default
+    # environment. So the processes of a local Ray inherit their variables from Ray instead.
+    environment = None if is_local else {"env_vars": WORKER_VARIABLES}
     # A local Ray uses the loopback address, so that other machines cannot reach its ports. Ray has
     # this for Windows and macOS. Its variable RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 does the same on
     # Linux, but is read only while Ray is imported. tests/cluster/test_calls.py fails if this has
     # no effect.
     joins_clusters = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = options["address"] != "local"
+    ray_constants.ENABLE_RAY_CLUSTER = not is_local
     try:
-        ray.init(logging_level=logging.WARNING, runtime_env=environment, **options)
+        with _variables_set(WORKER_VARIABLES if is_local else {}):
+            ray.init(logging_level=logging.WARNING, runtime_env=environment, **options)
     except BaseException:
         ray.shutdown()  # stops the parts of Ray that have started
         raise
@@ -121,6 +126,21 @@ def _init_ray(**options: Unpack[_RayOptions]) -> None:
         ray_constants.ENABLE_RAY_CLUSTER = joins_clusters
     if callable(before) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Processes that are started in the block have these environment variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _limit_what_ray_prints() -> None:

@@ -12,25 +12,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
-from typing import NamedTuple
 
 import ray
 
 from rolepool.cluster.answers import START_TIMEOUT_S, ActorHandle, Answer, Asked, await_all
+from rolepool.cluster.begin import Starting, begin_processes
 from rolepool.cluster.nodes import users_of
-from rolepool.cluster.process import Measure, Measured, Whereabouts, WorkerProcess
-from rolepool.cluster.reservation import Bundle, Reservation
-from rolepool.config.functions import EXTENSIONS
+from rolepool.cluster.process import Measure, Measured, Whereabouts
+from rolepool.cluster.reservation import Reservation
 from rolepool.errors import PlacementError, WorkerError, logger
 from rolepool.placement.parallel import ParallelDims
 from rolepool.placement.plan import Slot
 from rolepool.protocol.worker import WorkerContext
 
-BUNDLE_PART = 0.01
-"""The part of a bundle's GPU that Ray counts for a process. The bundle reserves the GPU, so the
-part can be small, and the processes of another plan can start in the bundle before those of the
-present plan end."""
 NUM_CLOCK_QUESTIONS = 5
 """How often a process is asked for its time. The fastest answer is the most exact one."""
 
@@ -64,14 +58,6 @@ class Process(Whereabouts):
         )
 
 
-class _Starting(NamedTuple):
-    """A process that has not answered yet."""
-
-    pool: str
-    bundle: Bundle
-    actor: ActorHandle
-
-
 def start_pools(
     places: Mapping[str, Reservation],
     cleanup: ExitStack,
@@ -85,7 +71,20 @@ def start_pools(
     `cleanup` ends the processes, also those of a start that failed. Raises PlacementError or
     WorkerError; every wait has a timeout.
     """
-    started = _start_processes(places, cleanup)
+    starting = begin_processes(places, cleanup)
+    return finish_start(places, starting, run_seed=run_seed, deterministic=deterministic)
+
+
+def finish_start(
+    places: Mapping[str, Reservation],
+    starting: Sequence[Starting],
+    *,
+    run_seed: int,
+    deterministic: bool,
+) -> dict[str, list[Process]]:
+    """Wait until these processes have started, give them their ranks, and form their pools. Returns
+    the processes of each pool. Errors are those of `start_pools`."""
+    started = _await_processes(places, starting)
     pools: dict[str, list[Process]] = {}
     for name, processes in started.items():
         pools[name] = _in_rank_order(name, places[name], processes)
@@ -96,32 +95,14 @@ def start_pools(
     return pools
 
 
-def _start_processes(
-    places: Mapping[str, Reservation], cleanup: ExitStack
+def _await_processes(
+    places: Mapping[str, Reservation], starting: Sequence[Starting]
 ) -> dict[str, list[Process]]:
     """The processes of each pool, which have answered and have no ranks yet."""
-    # Made once for all processes, because Ray stores each class that is made here in the cluster.
-    actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerProcess)  # type: ignore[call-overload]
-    starting: list[_Starting] = []
     asked: dict[Answer, Asked] = {}
-    for name, reserved in places.items():
-        part_of_gpu = 0 if reserved.device == "cpu" else BUNDLE_PART
-        working_folder = str(Path.cwd())
-        pool = reserved.plan.pools[name]
-        for slot in pool.slots:
-            node = reserved.nodes[slot.node]
-            bundle = reserved.bundles[node.node_id, slot.gpu]
-            with_options = actor_class.options(
-                num_cpus=0,
-                num_gpus=part_of_gpu,
-                max_restarts=0,
-                scheduling_strategy=bundle,
-            )
-            actor = with_options.remote(working_folder, EXTENSIONS)
-            cleanup.callback(ray.kill, actor)
-            answer = actor.whereabouts.remote()
-            asked[answer] = Asked(f"a process of {name}", name)
-            starting.append(_Starting(name, bundle, actor))
+    for name, _, actor in starting:
+        answer = actor.whereabouts.remote()
+        asked[answer] = Asked(f"a process of {name}", name)
     answers = await_all(asked, "start", "started %d of %d worker processes")
     started: dict[str, list[Process]] = {name: [] for name in places}
     for (name, bundle, actor), whereabouts in zip(starting, answers, strict=True):

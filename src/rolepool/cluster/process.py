@@ -1,7 +1,8 @@
-"""The worker process: one Ray actor per slot of a pool, hosting all roles of that pool.
+"""The worker process: one for each slot of a pool, hosting all roles of that pool.
 
-Owns the process: its rank, device, process group and seeds. It runs one call after another. Roles
-reach it as classes, so it does not know what they compute.
+Owns the process: its rank, device, process group and seeds. It runs one call after another, which
+`rolepool.cluster.actor` passes on to it. Roles reach it as classes, so it does not know what they
+compute.
 """
 
 import asyncio
@@ -85,21 +86,25 @@ class Whereabouts:
     """The indices on its node of the GPUs it holds: one, or none on a CPU slot."""
     gpu_memory_bytes: int | None
     """None on a CPU slot."""
+    imports_s: tuple[float, float]
+    """When it began to import modules, and when it had imported all, on the clock of its node."""
     stack_file: str
     """A file on its node to which SIGUSR1 writes the Python stacks of the process."""
 
 
 class WorkerProcess:
-    """Started by `start_pools` on one slot. It runs one call at a time, in the order in which they
-    were made."""
+    """The state of the process, which its actor (`WorkerActor`) has."""
 
-    def __init__(self, folder: str, extensions: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: str, extensions: Sequence[str], imports_s: tuple[float, float]
+    ) -> None:
         """`folder` is the driver's working folder. Relative paths are relative to it, not to the
         folder where Ray was started. `extensions` are the modules of the driver's
-        `trainer.extensions`."""
+        `trainer.extensions`. `imports_s` is told by `whereabouts`."""
         keep_title()
         gc.freeze()  # modules stay, so nobody has to look through them for garbage
         self._folder = folder
+        self._imports_s = imports_s
         # Files that the config names are checked on every node before they are read.
         with suppress(OSError):
             os.chdir(folder)
@@ -125,15 +130,14 @@ class WorkerProcess:
             node_id=ray.get_runtime_context().get_node_id(),
             gpus=gpus,
             gpu_memory_bytes=detect_gpu_memory() if gpus else None,
+            imports_s=self._imports_s,
             stack_file=f"/proc/{pid}/fd/{stack_descriptor}",
         )
 
-    @ray.method(concurrency_group="health")
     def ping(self) -> float:
         """The time on this node. It also answers while a call runs."""
         return time.time()
 
-    @ray.method(concurrency_group="health")
     def stacks(self) -> str:
         """The Python stack of each thread. It also answers while a call waits, for example in a
         collective."""
@@ -144,18 +148,15 @@ class WorkerProcess:
             stacks.append(f"thread {names.get(thread_id)}:\n{stack}")
         return "\n".join(stacks)
 
-    @ray.method(concurrency_group="health")
     def abort_waits(self, reason: str) -> None:
         """End the waits of a call for ranks of other pools. The call then fails."""
         aborting.abort_all(reason)
 
-    @ray.method(concurrency_group="health")
     def limit_output(self, path: str) -> None:
         """From now on, write all that this process prints to this file, and show only some of it on
         the console."""
         write_output_to(Path(path))
 
-    @ray.method(concurrency_group="health")
     def why_missing(self, path: str) -> str | None:
         """The problem that this node does not have the file or folder; None if it has it."""
         full_path = Path(self._folder, Path(path).expanduser())
@@ -323,7 +324,6 @@ class WorkerProcess:
 
     # Work
 
-    @ray.method(num_returns=2)
     def run(
         self,
         packed: bytes,

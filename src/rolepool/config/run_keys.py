@@ -231,6 +231,10 @@ class TrainerConfig(Section):
     """Compute with deterministic kernels, so that the same run on the same machine gives the same
     numbers, bit for bit (docs/training.md). Slower on a GPU. An operation without such a kernel
     ends the run."""
+    compile_cache_dir: str | None = "auto"
+    """Where code that is compiled for a GPU is kept, so that later runs start faster
+    (docs/performance.md). auto is rolepool/compiled in $XDG_CACHE_HOME or ~/.cache; null leaves it
+    to torch and Triton."""
     extensions: Items[str] = ()
     """Modules (or .py files) to import before the config is checked and in every process
     (docs/extending.md)."""

@@ -40,8 +40,8 @@ def recipe_text(name: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def trains_demo(config: Config) -> bool:
-    """Whether a run needs the demo in `DEMO_FOLDER`, and rolepool may make it there."""
+def makes_demo(config: Config) -> bool:
+    """Whether a run needs files of the demo in `DEMO_FOLDER`, which do not exist yet."""
     paths = (
         *config.data.train_files,
         *config.data.val_files,
@@ -49,9 +49,7 @@ def trains_demo(config: Config) -> bool:
         config.critic.model.path,
         config.reward_model.model.path,
     )
-    folder = Path(DEMO_FOLDER)
-    is_ours = (folder / DEMO_MARKER).exists() or not folder.exists()
-    return is_ours and any(map(_is_in_demo, paths))
+    return any(map(is_demo_to_make, paths))
 
 
 def is_demo_to_make(path: str | None) -> bool:

@@ -20,6 +20,7 @@ from rolepool.metrics.row_text import console_line
 from rolepool.metrics.run_rows import Event, divided
 from rolepool.metrics.sharding_times import SHARDING_FILE
 from rolepool.metrics.spans import Recorded
+from rolepool.metrics.start_times import START_FILE
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps, Schedule
 from rolepool.reading import Number, read_small
 
@@ -37,6 +38,7 @@ RUN_FILES = (
     "trace.json",
     "state.json",
     SHARDING_FILE,
+    START_FILE,
     "plan.json",
 )
 """All files and folders of a run. plan.json marks the folder as a run: it is written first and

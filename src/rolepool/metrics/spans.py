@@ -20,6 +20,13 @@ BETWEEN_STEPS = (TESTING.name, SAVE_CHECKPOINT.name)
 """Operations that start after a step has ended."""
 
 
+COMPILE = "compile"
+CAPTURE = "capture"
+PREPARATIONS = (COMPILE, CAPTURE)
+"""Parts that only the first calls have: compiling functions, and capturing CUDA graphs. They lie
+inside of other parts of the call."""
+
+
 class Part(NamedTuple):
     """Time inside a call, and the work that was done in it."""
 
@@ -131,6 +138,19 @@ def operation_times(spans: Iterable[Recorded]) -> dict[str, float]:
         name = f"timing_s/{operation}"
         times[name] += seconds
     return dict(times)
+
+
+def preparation_times(spans: Iterable[Span]) -> dict[str, float]:
+    """The seconds of each of `PREPARATIONS` that occurred, in the process where it took longest."""
+    seconds: dict[tuple[str, str, int], float] = defaultdict(float)
+    for span in spans:
+        for part in span.parts:
+            if part.name in PREPARATIONS:
+                seconds[part.name, span.pool, span.rank] += part.seconds
+    longest: dict[str, float] = {}
+    for (name, _, _), in_process in seconds.items():
+        longest[name] = max(longest.get(name, 0.0), in_process)
+    return longest
 
 
 def may_begin_step(recorded: Recorded) -> bool:

@@ -22,7 +22,9 @@ from torch.func import functional_call
 from torch.utils._triton import has_triton
 
 from rolepool.errors import logger
+from rolepool.metrics.spans import COMPILE
 from rolepool.placement.parallel import ParallelDims
+from rolepool.protocol.part_times import note
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -209,8 +211,7 @@ def compiled_for_weight(function: Callable[Arguments, Result]) -> Callable[Argum
 
 @cache
 def has_compiler() -> bool:
-    """Whether functions can be compiled. The first call sets up logging of how long compiling
-    takes."""
+    """Whether functions can be compiled."""
     if not has_triton() or not any(map(shutil.which, ("cc", "gcc", "clang"))):
         logger.warning(
             "found no Triton or no C compiler, so models run uncompiled and slower; install gcc and triton"
@@ -219,6 +220,13 @@ def has_compiler() -> bool:
     # Roles of a process share the code of layers; training, scoring and frozen weights need their
     # own versions.
     torch._dynamo.config.recompile_limit = MOST_VERSIONS
+    measure_compiling()
+    return True
+
+
+@cache
+def measure_compiling() -> None:
+    """From now on, how long compiling takes is logged, and noted in the call that compiles."""
     started_s = [0.0]
     on_compile_start(lambda _: started_s.append(time.perf_counter()))
 
@@ -226,6 +234,5 @@ def has_compiler() -> bool:
     def end(args: CallbackArgs) -> None:
         trigger = args.callback_trigger.name.lower()
         seconds = time.perf_counter() - started_s[-1]
+        note(COMPILE, seconds)
         logger.debug("compiled a part of the model (%s) in %.1f s", trigger, seconds)
-
-    return True

@@ -23,6 +23,7 @@ from rolepool.metrics.sharding_times import ShardingTime
 from rolepool.metrics.spans import (
     BETWEEN_STEPS,
     DRIVER,
+    PREPARATIONS,
     RULE_POOL,
     Part,
     Recorded,
@@ -527,7 +528,7 @@ def _works_of(span: Span, num_rows: int) -> list[PartOfCall]:
     works = []
     parts_s = 0.0
     for part in span.parts:
-        if part.name == FETCH:
+        if part.name == FETCH or part.name in PREPARATIONS:
             continue
         work = Work(
             num_pieces=part.num_pieces,

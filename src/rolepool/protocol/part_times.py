@@ -49,6 +49,7 @@ class PartTimes(list[_Measured]):
 
     def __enter__(self) -> PartTimes:
         self._token = _part_times.set(self)
+        _noted.clear()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -70,7 +71,26 @@ class PartTimes(list[_Measured]):
                 before.num_tokens + measured.num_tokens,
                 before.num_attended + measured.num_attended,
             )
-        return tuple(totals.values())
+        return (*totals.values(), *_noted_parts())
+
+
+_noted: list[tuple[str, float]] = []
+"""What was noted since the call of this process began: names and seconds. It is not a variable of
+the call's context, because torch compiles a backward pass in a thread of its own."""
+
+
+def note(name: str, seconds: float) -> None:
+    """The call did something for so long that is also inside of other parts, such as compiling."""
+    _noted.append((name, seconds))
+
+
+def _noted_parts() -> Iterator[Part]:
+    """A part for each name that was noted."""
+    seconds_of: dict[str, list[float]] = {}
+    for name, seconds in _noted:
+        seconds_of.setdefault(name, []).append(seconds)
+    for name, times in seconds_of.items():
+        yield Part(name, sum(times), num_pieces=len(times))
 
 
 _part_times: ContextVar[PartTimes | None] = ContextVar("part_times", default=None)

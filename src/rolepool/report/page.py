@@ -15,7 +15,7 @@ from pathlib import Path
 from rolepool.config import show
 from rolepool.config.schema import all_keys
 from rolepool.metrics.sampling import Sample, pool_use
-from rolepool.metrics.spans import BETWEEN_STEPS, step_bounds
+from rolepool.metrics.spans import BETWEEN_STEPS, preparation_times, step_bounds
 from rolepool.planner.predict import Prediction
 from rolepool.report.compare import measured_steps
 from rolepool.report.curves import LargeChart, Point, chart_of, points_of, small_charts
@@ -39,6 +39,8 @@ from rolepool.report.tables import TABLES
 
 UTILIZATION = "Utilization (%), mean of the pool's ranks"
 MEMORY = "Memory (GiB), maximum of the pool's ranks"
+MAX_START_ROWS = 60
+"""The page shows so many parts of a start. Those of the driver come first."""
 
 PageData = Mapping[str, object]
 """The JSON object that the page reads."""
@@ -86,6 +88,8 @@ def page_data(run: ReadRun) -> PageData:
         "unit": unit,
         "usage": _usage(last.monitor),
         "config": _changed_config(run.config),
+        "start": _start(run),
+        "preparations": preparation_times(recorded.span for recorded in run.spans),
         **_plan_data(run),
         **_spans_data(run, last),
     }
@@ -109,6 +113,18 @@ def _placement(part: ReadRun) -> PageData:
         "pools": planned.plan.in_words,
         "step_s": step_s,
     }
+
+
+def _start(run: ReadRun) -> list[tuple[str, str, float, float]]:
+    """What the driver and the processes did between the command and the first step: who, what, when
+    it began, and its seconds."""
+    if run.start is None:
+        return []
+    rows = []
+    for entry in run.start.in_order[:MAX_START_ROWS]:
+        offset_s = entry.start_s - run.start.began_s
+        rows.append((entry.who, entry.what, offset_s, entry.duration_s))
+    return rows
 
 
 def _spans_data(run: ReadRun, last: ReadRun) -> PageData:

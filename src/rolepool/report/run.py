@@ -21,6 +21,7 @@ from rolepool.errors import ConfigError, encodable, explained, one_line
 from rolepool.metrics.run_rows import event_lines, last_lines, newest_validation
 from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded
+from rolepool.metrics.start_times import START_FILE, StartTimes
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps
 from rolepool.reading import open_regular, read_small
 from rolepool.report.metrics_by_step import TIMING, MetricsByStep, finite_values, timed_steps
@@ -56,6 +57,8 @@ class ReadRun:
     monitor: list[Sample] = field(default_factory=list)
     skipped: dict[str, int] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    start: StartTimes | None = None
+    """None if the run has not written it."""
     unread: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -216,6 +219,7 @@ def open_run(folder: str | Path) -> ReadRun:
         raise ConfigError(f"run {folder}: {problem}; {fix}")
     run = ReadRun(folder, encodable(folder.resolve().name))
     run.config = run.read_whole("config.yaml", saved_values) or {}
+    run.start = run.read_whole(START_FILE, StartTimes.model_validate_json)
     history = run.read_whole("plan.json", PlanHistory.model_validate_json)
     if history is not None:
         run.plans = history.plans

@@ -15,6 +15,7 @@ import torch
 
 from rolepool.config import Config
 from rolepool.config.model_keys import RefFsdpConfig
+from rolepool.models.compile_cache import use_compile_cache
 from rolepool.models.packing import TokenRows, TokenScores, response_log_probs
 from rolepool.models.ranks import PartSums
 from rolepool.models.training import DeviceModel
@@ -59,6 +60,8 @@ class ModelRole(Worker):
                 packed=self.packed,
                 width=width,
             )
+        if self.device != "cpu":  # nothing is compiled for a CPU
+            use_compile_cache(config.trainer.compile_cache_dir)
         self.frozen_dtype = setup.dtype if self.device == "cpu" else torch.bfloat16
         """The dtype of weights that are not trained."""
 

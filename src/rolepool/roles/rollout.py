@@ -15,7 +15,7 @@ from torch import Tensor
 from rolepool.config import Config
 from rolepool.config.functions import ENGINES, import_object
 from rolepool.config.model_keys import RolloutConfig
-from rolepool.errors import logger
+from rolepool.errors import RolepoolError, logger
 from rolepool.models.loading import load_policy
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
@@ -71,10 +71,16 @@ class Rollout(ModelRole):
                 shared_model = actor.trained.model
         name = self.keys.engine
         make = import_object(ENGINE_KEY, ENGINES.get(name, name))
+        # A user's engine may need the weights of the files.
+        reads_weights = name not in ENGINES or not setup.gets_weights
+        self._lacks_weights = shared_model is None and not reads_weights
+        """Whether the engine's weights are undefined, because none have arrived yet."""
         self.engine: Engine = make(
             config=config,
             context=self.context,
-            load_model=partial(load_policy, config, self.frozen_dtype, packed=False),
+            load_model=partial(
+                load_policy, config, self.frozen_dtype, packed=False, reads_weights=reads_weights
+            ),
             shared_model=shared_model,
         )
         if self.rank == 0:
@@ -106,6 +112,10 @@ class Rollout(ModelRole):
         on the rank."""
         if self._wrong_weights is not None:
             raise self._wrong_weights
+        if self._lacks_weights:
+            raise RolepoolError(
+                "the rollout has no weights yet: send those of the actor before it generates"
+            )
         sampling = self._sampling(purpose)
         asked = Prompts.of(prompts)
         run_seed = self.context.run_seed
@@ -191,6 +201,7 @@ class Rollout(ModelRole):
         with actor.weights.open(names) as tensors, part("gather"):
             noted = _noted(tensors, sent)
             got = self.engine.update_weights(noted, version)
+        self._lacks_weights = False
         self._warn_without(got)
         sent_receipt = None
         if sent is not None:
@@ -230,6 +241,7 @@ class Rollout(ModelRole):
         else:
             got = engine.take_rows(exports, version)
         if version is not None:
+            self._lacks_weights = False
             self._warn_without(got)
         return got
 
@@ -265,7 +277,9 @@ class Rollout(ModelRole):
         engine = self._engine_for_parts
         assert engine is not None, "the channel of this engine is another one"
         with part("receive"):
-            return engine.receive_weights(self._receiver.receive, version)
+            receipt = engine.receive_weights(self._receiver.receive, version)
+        self._lacks_weights = False
+        return receipt
 
     def _warn_without(self, receipt: Receipt | None) -> None:
         """Say once in a run that nobody compares the weights of this engine."""

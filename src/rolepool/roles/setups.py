@@ -32,6 +32,7 @@ class RunSetup:
     policy_loss: PolicyLoss
     reward: RewardFunction | None
     reads_weights: bool
+    gets_weights: bool
 
 
 class PartOfRunSetup:
@@ -73,6 +74,9 @@ class ActorSetup(TrainingSetup):
 @dataclass(frozen=True, kw_only=True)
 class RolloutSetup(Setup):
     stop_token_ids: tuple[int, ...] = ()
+    gets_weights: bool = False
+    """Whether the actor's weights arrive before the first call, as in every run. Then the weights
+    are not read from the files of the model, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,13 @@
 Does not know what a step computes.
 """
 
+import time
 from collections.abc import Callable, Hashable
 
 import torch
+
+from rolepool.metrics.spans import CAPTURE
+from rolepool.protocol.part_times import note
 
 
 class StepGraphs:
@@ -25,7 +29,9 @@ class StepGraphs:
             return
         graph = self._graphs[key]
         if graph is None:
+            start_s = time.perf_counter()
             graph = self._capture(step)
+            note(CAPTURE, time.perf_counter() - start_s)
             self._graphs[key] = graph
         graph.replay()
 

@@ -51,7 +51,7 @@ class BetweenSteps:
             self._validate(number)
         if not keys.val_only and not interrupt.in_steps:
             phase = f"training from step {number + 1} to step {num_steps}"
-            self._parts.journal.observer.on_phase(phase)
+            self._parts.journal.end_start(self.deployment, phase)
             interrupt.in_steps = True
 
     def _validate_and_save(self, number: int, *, is_last: bool) -> None:
@@ -134,7 +134,7 @@ class BetweenSteps:
         if prompts is None or self._validated_step >= number:
             return
         if not self._parts.interrupt.in_steps:
-            self._parts.journal.observer.on_phase("validating")
+            self._parts.journal.begin_phase("validating")
         deployment = self.deployment
         deployment.watchdog.begin(f"validation after step {number}")
         metrics, samples, spans = validate(

@@ -28,7 +28,7 @@ from rolepool.placement.roles import ROLE_SPECS
 from rolepool.placement.weight_ways import sends_changes, weight_way
 from rolepool.protocol import Worker
 from rolepool.roles.setups import RunSetup
-from rolepool.trainer.inputs import uses_rule
+from rolepool.trainer.helpers import uses_rule
 from rolepool.trainer.step import Roles
 from rolepool.weights.channels import channel_of
 
@@ -46,11 +46,13 @@ def build_roles(
     tell: Callable[[str], None] = lambda line: None,
     *,
     reads_weights: bool = True,
+    gets_weights: bool = False,
 ) -> Roles:
     """Build every role that its pool does not have yet, all pools at the same time, and wait until
     they are ready. A rule reward gets a process if none was started for it. `tell` gets lines about
     what the build waits for. With `reads_weights=False`, the weights of trained roles are undefined
-    until a saved state is loaded into them.
+    until a saved state is loaded into them. With `gets_weights`, those of the rollout are undefined
+    until the actor's are sent to it.
 
     Raises ConfigError if a node does not have a model folder, because its processes would look for
     it on the hub.
@@ -69,6 +71,7 @@ def build_roles(
         policy_loss=policy_losses.find(loss_mode),
         reward=reward,
         reads_weights=reads_weights,
+        gets_weights=gets_weights,
     )
     if uses_rule(plan) and RULE_POOL not in cluster.groups:
         cluster.add_helpers(RULE_POOL, 1)

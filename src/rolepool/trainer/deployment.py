@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from rolepool.cluster import Cluster, Prepared, WorkerGroup
+from rolepool.cluster.begin import Begun
 from rolepool.cluster.monitors import Monitors
 from rolepool.config import Config, LoadedConfig
 from rolepool.metrics.sharding_times import ShardingTimes
@@ -75,9 +76,10 @@ class Deployment(AbstractContextManager["Deployment"]):
         run_folder: Path,
         tell: Callable[[str], None],
         helpers: Mapping[str, int],
+        begun: Begun | None = None,
     ) -> None:
-        """Start all processes, also those of `helpers`, which are pools beside those of the
-        plan."""
+        """Start all processes, also those of `helpers`, which are pools beside those of the plan.
+        If their start has `begun` already, finish it."""
         self.loaded = loaded
         self.plan = build_plan(loaded.config)
         self._build = build
@@ -93,6 +95,7 @@ class Deployment(AbstractContextManager["Deployment"]):
                 run_seed=keys.seed,
                 deterministic=keys.deterministic,
                 helpers=helpers,
+                begun=begun,
             )
             self.cluster = cleanup.enter_context(cluster)
             self.watchdog = self.cluster.start_watchdog(keys, run_folder, tell)

@@ -20,10 +20,12 @@ from rolepool.metrics.loggers import Loggers
 from rolepool.metrics.run_folder import RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.sharding_times import SHARDING_FILE
-from rolepool.metrics.spans import Recorded, Span
+from rolepool.metrics.spans import Recorded, Span, preparation_times
+from rolepool.metrics.start_times import START_FILE
 from rolepool.trainer.bad_steps import BadSteps
 from rolepool.trainer.console import NUM_SHOWN_SAMPLES, Observer, Sample
 from rolepool.trainer.paper import schedule_of
+from rolepool.trainer.phases import Phases
 from rolepool.trainer.pipeline import RunningStep
 from rolepool.trainer.rows import length_metrics, record, step_row
 from rolepool.trainer.samples import NUM_TRAINING_SAMPLES, records_responses, samples_of
@@ -32,6 +34,9 @@ from rolepool.trainer.validation import NUM_SAMPLES
 if TYPE_CHECKING:
     from rolepool.trainer.deployment import Deployment
     from rolepool.trainer.supervisor import Death
+
+MIN_TOLD_S = 0.5
+"""Compiling or capturing that took less time is only in the spans."""
 
 
 class Journal:
@@ -46,6 +51,8 @@ class Journal:
     ) -> None:
         self.folder = folder
         self.observer = Observer()
+        self.phases = Phases()
+        """Those of the start, until the first step."""
         self.last_step = 0
         """The last step whose row is written, or the step from which the run resumed."""
         self._config = config
@@ -63,6 +70,17 @@ class Journal:
         self.observer.on_notice(line)
 
     # The run as a whole
+
+    def begin_phase(self, what: str) -> None:
+        """The next part of the start begins."""
+        self.phases.begin(what)
+        self.observer.on_phase(what)
+
+    def end_start(self, deployment: Deployment, what: str) -> None:
+        """The steps begin, and `what` says which. Record how long the start took."""
+        self.phases.end()
+        self.folder.write(START_FILE, self.phases.times(deployment).model_dump_json(indent=2))
+        self.observer.on_phase(what)
 
     def begin(
         self,
@@ -174,6 +192,7 @@ class Journal:
         metrics = step_row(step, recorded, self._before, after, deployment.plan)
         self._before = recorded
         self._unfinished = None
+        self._tell_preparations(f"step {step.number}", [line.span for line in recorded])
         if step.number <= self.last_step:
             return
         self.folder.add_spans(recorded)
@@ -183,6 +202,16 @@ class Journal:
         self._write(step.number, {**metrics, **utilization})
         self.last_step = step.number
         self._bad_steps.add(step.number, metrics)
+
+    def _tell_preparations(self, when: str, spans: Sequence[Span]) -> None:
+        """Say how much of the time was compiling and capturing, if it was worth a line. Later
+        steps do not need it again."""
+        times = preparation_times(spans)
+        long_times = [
+            f"{name} {seconds:.1f} s" for name, seconds in times.items() if seconds >= MIN_TOLD_S
+        ]
+        if long_times:
+            self.notice(f"in {when}, once: {', '.join(long_times)}")
 
     def drop_step(self) -> None:
         """The unfinished step is lost, and will be repeated."""
@@ -199,6 +228,7 @@ class Journal:
     ) -> None:
         """The result of a validation after this step."""
         keys = self._config.trainer
+        self._tell_preparations("the validation", spans)
         self.folder.add_spans(Recorded(number, "testing", span) for span in spans)
         folder = keys.validation_data_dir
         if folder is not None:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import torch
 
 from rolepool.cluster import Cluster
+from rolepool.cluster.begin import Begun
 from rolepool.config import Config, LoadedConfig
 from rolepool.data.reward_signatures import UserFunction
 from rolepool.errors import WorkerError
@@ -35,12 +36,14 @@ class Trainer:
         loaded: LoadedConfig,
         dtype: torch.dtype = torch.float32,
         reward: UserFunction | None = None,
+        begun: Begun | None = None,
     ) -> None:
-        """Check and read everything that needs no process."""
+        """Check and read everything that needs no process. If the start of the processes has
+        `begun` already, `run` finishes it."""
         self.parts = RunParts(loaded, dtype, reward)
         self.journal = self.parts.journal
         self.num_steps = self.parts.num_steps
-        self.recovery = Recovery(self.parts, self.build_roles)
+        self.recovery = Recovery(self.parts, self.build_roles, begun)
         self.death: Death | None = None
         """How the driver before this one died, if this one was started in its place."""
         self._start = StartPoint(None, resumes_here=False)

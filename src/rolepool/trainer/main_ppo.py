@@ -10,16 +10,18 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rolepool.command_line import DriverEnd, Parser, print_errors, read_words, run_program
 from rolepool.errors import RayDiedError, collected
-from rolepool.quick_imports import quick_imports
+from rolepool.quick_imports import imported_beside, quick_imports
 
 if TYPE_CHECKING:
     from rolepool.config import Config, LoadedConfig
-    from rolepool.trainer.console import OnStep, OnValidation
+    from rolepool.trainer.console import OnStep, OnValidation, TrainingConsole
+    from rolepool.trainer.loop import Trainer
     from rolepool.trainer.supervisor import Death
 
 
@@ -81,17 +83,22 @@ def start(
         config = loaded.config.with_value("trainer.resume_mode", "auto")
         loaded = replace(loaded, config=config)
 
-    from rolepool.config.sources import DEMO_FOLDER, trains_demo
+    from rolepool.config.sources import DEMO_FOLDER, makes_demo
     from rolepool.trainer.console import TrainingConsole
+    from rolepool.trainer.early_start import early_start
+    from rolepool.trainer.interrupt import Interrupt
+    from rolepool.trainer.phases import Phases
     from rolepool.trainer.rebalancer import resolve
     from rolepool.trainer.start_checks import check_start
 
+    phases = Phases()
+    phases.begin("checking the config")
     problems: list[str] = []
     notices: list[str] = []
     with collected(problems):
         loaded, notices = resolve(loaded)
     warnings = check_start(loaded, reward, *problems)
-    if trains_demo(loaded.config):
+    if makes_demo(loaded.config):
         from rolepool.data.demo import make_demo
 
         make_demo(DEMO_FOLDER)
@@ -100,15 +107,31 @@ def start(
     print_errors([*loaded.notes(), *notices], label="note: ")
     print_errors([*loaded.warnings, *warnings], label="warning: ")
     console = TrainingConsole(loaded.config.trainer.logger, on_step, on_validation)
-    console.on_phase("importing torch")
 
-    with quick_imports():
-        from rolepool.trainer.loop import Trainer
+    def begin_phase(what: str) -> None:
+        phases.begin(what)
+        console.on_phase(what)
 
-    console.on_phase("reading prompts")
-    trainer = Trainer(loaded, reward=reward)
-    trainer.observer = console
-    trainer.death = death
+    with ExitStack() as cleanup:
+        with Interrupt().watch():
+            begin_phase("starting Ray")
+            begin_processes = early_start(loaded.config, reward)
+            with imported_beside("torch", "tensordict", "transformers"):
+                begun = cleanup.enter_context(begin_processes())
+                begin_phase("importing torch")
+            with quick_imports():
+                from rolepool.trainer.loop import Trainer
+
+            begin_phase("reading prompts")
+            trainer = Trainer(loaded, reward=reward, begun=begun)
+        trainer.observer = console
+        trainer.journal.phases = phases
+        trainer.death = death
+        _run(trainer, console)
+    console.print_summary(trainer.parts.folder.path)
+
+
+def _run(trainer: Trainer, console: TrainingConsole) -> None:
     with console.progress_of(trainer.num_steps):
         try:
             trainer.run()

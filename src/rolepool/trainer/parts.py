@@ -98,4 +98,5 @@ class RunParts:
             self._reward,
             tell=self.journal.notice,
             reads_weights=reads_weights,
+            gets_weights=True,  # `Deployment.restore` sends them
         )

@@ -9,6 +9,7 @@ the watchdog, and then it is a death.
 import time
 from contextlib import ExitStack, suppress
 
+from rolepool.cluster.begin import Begun
 from rolepool.errors import WorkerError
 from rolepool.trainer.beginning import StartPoint
 from rolepool.trainer.deployment import Build, Deployment
@@ -20,9 +21,11 @@ from rolepool.trainer.stores import Beginning, Saved
 class Recovery:
     """Brings the driver and a deployment to a state, together."""
 
-    def __init__(self, parts: RunParts, build: Build) -> None:
+    def __init__(self, parts: RunParts, build: Build, begun: Begun | None = None) -> None:
         self._parts = parts
         self._build = build
+        self._begun = begun
+        """Processes that are starting already; None if there are none, or none any more."""
         self._keys = parts.config.trainer
         self._pipeline = parts.pipeline
         self._checkpoints = parts.checkpoints
@@ -41,7 +44,7 @@ class Recovery:
             deployment = cleanup.enter_context(self._open())
             if measures:
                 deployment.measure_sharding()
-            self._journal.observer.on_phase("loading models")
+            self._journal.begin_phase("loading models")
             checkpoint = start.checkpoint
             if self._checkpoints.are_saved or checkpoint is not None:
                 self._checkpoints.check_folder_is_shared(deployment.trained_groups)
@@ -120,13 +123,17 @@ class Recovery:
         parts = self._parts
         num_processes = sum(pool.world_size for pool in parts.plan.pools.values())
         plural = "es" if num_processes > 1 else ""
-        self._journal.observer.on_phase(f"starting {num_processes} process{plural}")
+        begun = self._begun
+        self._begun = None  # if one of them dies, all are started again
+        verb = "starting" if begun is None else "waiting for"
+        self._journal.begin_phase(f"{verb} {num_processes} process{plural}")
         return Deployment(
             parts.loaded,
             build=self._build,
             run_folder=parts.folder.path,
             tell=self._journal.notice,
             helpers=parts.helpers,
+            begun=begun,
         )
 
     # The way back

@@ -1,0 +1,91 @@
+"""What starts before torch is imported, and what processes import while they start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rolepool.config import load_config
+from rolepool.data.demo import Demo
+from rolepool.metrics.spans import RULE_POOL
+from rolepool.placement import build_plan
+from rolepool.quick_imports import imported_beside
+from rolepool.trainer.early_start import modules_of
+
+LLAMA = "transformers.models.llama.modeling_llama"
+SPLIT = ["trainer.n_gpus_per_node=2", "trainer.device=cpu", "placement.strategy=split"]
+
+
+def test_processes_can_be_started_without_torch(
+    python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    code = "import sys, rolepool.trainer.early_start as early; assert early.begin\n"
+    code += "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    ended = python("-c", code)
+    assert ended.stdout == "[]\n", ended.stderr
+
+
+def modules(demo: Demo, *words: str) -> dict[str, list[str]]:
+    config = load_config([], [f"actor_rollout_ref.model.path={demo.model}", *SPLIT, *words]).config
+    return modules_of(config, build_plan(config))
+
+
+def test_each_pool_imports_what_its_roles_need(demo: Demo) -> None:
+    named = modules(demo)
+    assert named == {
+        "actor_rollout_ref_pool": [
+            "rolepool.roles.actor_critic",
+            LLAMA,
+            "rolepool.roles.rollout",
+            "rolepool.rollout.native",
+        ],
+        "critic_pool": ["rolepool.roles.actor_critic", LLAMA],
+        RULE_POOL: ["rolepool.roles.rule_reward"],
+    }
+    for name in set().union(*named.values()):
+        __import__(name)
+
+
+def test_only_processes_on_gpus_import_what_compiles(demo: Demo) -> None:
+    config = load_config([], [f"actor_rollout_ref.model.path={demo.model}", *SPLIT]).config
+    plan = build_plan(config)
+    on_gpu = modules_of(config, plan, on_gpu=True)
+    for name, names in modules_of(config, plan).items():
+        assert "torch._inductor.compile_fx" not in names
+        assert ("torch._inductor.compile_fx" in on_gpu[name]) == (name in plan.pools)
+
+
+def test_modules_of_users_are_not_imported_before_their_role_is_built(demo: Demo) -> None:
+    named = modules(demo, "actor_rollout_ref.rollout.name=my_engines:engine")
+    assert not any("my_engines" in names for names in named.values())
+
+
+def test_a_model_that_is_not_on_disk_is_imported_later(demo: Demo) -> None:
+    named = modules(demo, "critic.model.path=someone/a-model-that-is-nowhere")
+    assert named["critic_pool"] == ["rolepool.roles.actor_critic"]
+
+
+@pytest.fixture
+def slow_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = "a_slow_module"
+    (tmp_path / f"{name}.py").write_text("import time; time.sleep(0.2); value = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+def test_modules_are_imported_beside_a_block(slow_module: str) -> None:
+    with imported_beside("no_such_module", slow_module):
+        is_there = hasattr(sys.modules.get(slow_module), "value")
+    assert not is_there
+    assert sys.modules[slow_module].value == 1
+
+
+def test_an_error_of_the_block_is_raised_when_the_import_has_ended(slow_module: str) -> None:
+    with pytest.raises(ValueError, match="of the block"), imported_beside(slow_module):
+        raise ValueError("of the block")
+    assert sys.modules[slow_module].value == 1
