@@ -101,8 +101,9 @@ class SharedMemory(Channel):
         weights: list[Weight] = actor.weights_to_send().get()
         starts = range(0, len(weights), TENSORS_PER_CALL)
         self._groups = [weights[start : start + TENSORS_PER_CALL] for start in starts]
-        self._held: list[Held] | None = rollout.held_regions(weights).get()
-        """None if the engine takes whole tensors."""
+        held: list[Held | None] = rollout.held_regions(weights).get()
+        self._held = [regions for regions in held if regions is not None]
+        """What each rank of the rollout holds; empty if the engine takes whole tensors."""
         self._version = 0
         self._sent: CallFuture | None = None
         self._got: CallFuture | None = None
@@ -185,12 +186,12 @@ def check_ranks(
     rollout: Calls,
     sent: Receipt,
     got: Sequence[Receipt | None],
-    held: Sequence[Held] | None,
+    held: Sequence[Held],
 ) -> None:
     """Compare what was sent with what each rank of the rollout has got. `held` is what each of them
-    holds; None if their receipts are of whole weights."""
+    holds; empty if their receipts are of whole weights."""
     names = [_name_of(rollout, rank) for rank in range(len(got))]
-    if held is None:
+    if not held:
         for receipt, name in zip(got, names, strict=True):
             check_receipt(sent, receipt, name)
         return
