@@ -11,6 +11,8 @@ On machines with GPUs and cold or remote disks, `import torch` takes 4 to 15 s i
 which the processor is mostly idle. `--import-delay` adds such a wait to the import in all processes
 of all commits. So a machine with few cores shows, too, what starts side by side.
 
+Also shows the processor time of all processes, which depends less on other programs.
+
 Prints the phases of each commit's median turn, and then the median times and the ratio of each
 commit to the first one.
 """
@@ -23,17 +25,20 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+import psutil
 from compare_commits import Side, checked_out
 
 KEYS = ("trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.save_freq=-1")
 TIMEOUT_S = 300.0
+CPU_INTERVAL_S = 0.5
 PHASE = re.compile(r"(.*) \.\.\.( \(.*\))?$")
 BEGINS_TRAINING = "training from step 1"
 FIRST_ROW = "step 1/1 "
@@ -63,6 +68,39 @@ class Start(NamedTuple):
     to_training_s: float
     """Until everything was loaded and validated."""
     to_first_row_s: float
+    cpu_s: float
+    """The processor time of all processes until then. It depends less on what else the machine
+    does."""
+
+
+class CpuTime:
+    """The processor time of a process and all that it starts, also of those that have ended. A
+    thread looks twice a second."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._seconds: dict[psutil.Process, float] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(CPU_INTERVAL_S):
+            self._look()
+
+    def _look(self) -> None:
+        with suppress(psutil.Error):
+            for process in [self._root, *self._root.children(recursive=True)]:
+                with suppress(psutil.Error):
+                    times = process.cpu_times()
+                    self._seconds[process] = times.user + times.system
+
+    def stop(self) -> float:
+        """The seconds until now."""
+        self._ended.set()
+        self._thread.join()
+        self._look()
+        return sum(self._seconds.values())
 
 
 def measure(side: Side, folder: Path, added_path: Sequence[str]) -> Start:
@@ -80,7 +118,8 @@ def measure(side: Side, folder: Path, added_path: Sequence[str]) -> Start:
     )
     assert process.stdout is not None
     phases: list[tuple[str, float]] = []
-    to_training_s = to_first_row_s = 0.0
+    to_training_s = to_first_row_s = cpu_s = 0.0
+    cpu_time = CpuTime(process.pid)
     for line in process.stdout:
         after_s = time.monotonic() - began_s
         phase = PHASE.match(line.rstrip())
@@ -90,9 +129,10 @@ def measure(side: Side, folder: Path, added_path: Sequence[str]) -> Start:
             to_training_s = after_s
         if line.startswith(FIRST_ROW):
             to_first_row_s = after_s
+            cpu_s = cpu_time.stop()
     if process.wait(TIMEOUT_S) != 0 or not to_first_row_s:
         raise SystemExit(f"error: {side.name} did not train; run `{' '.join(command)}` to see why")
-    return Start(phases, to_training_s, to_first_row_s)
+    return Start(phases, to_training_s, to_first_row_s, cpu_s)
 
 
 def print_timeline(side: Side, starts: Sequence[Start]) -> None:
@@ -135,14 +175,19 @@ def main() -> int:
             for side, of_side in zip(sides, starts, strict=True):
                 start = measure(side, parent, added_path)
                 of_side.append(start)
-                print(f"turn {turn + 1}, {side.name}: {start.to_first_row_s:.1f} s", flush=True)
+                seconds = f"{start.to_first_row_s:.1f} s, processor {start.cpu_s:.1f} s"
+                print(f"turn {turn + 1}, {side.name}: {seconds}", flush=True)
         for side, of_side in zip(sides, starts, strict=True):
             print_timeline(side, of_side)
         first = median(start.to_first_row_s for start in starts[0])
         for side, of_side in zip(sides, starts, strict=True):
             to_training = median(start.to_training_s for start in of_side)
             to_first_row = median(start.to_first_row_s for start in of_side)
-            times = f"to training {to_training:.1f} s, to the first row {to_first_row:.1f} s"
+            cpu = median(start.cpu_s for start in of_side)
+            times = (
+                f"to training {to_training:.1f} s, to the first row {to_first_row:.1f} s, "
+                f"processor time {cpu:.1f} s"
+            )
             print(f"{side.name}: {times}, ratio {to_first_row / first:.2f}")
     return 0
 
