@@ -57,4 +57,4 @@ def test_the_files_of_both_snapshots_are_made_once(
 
 def test_without_snapshots_nothing_is_allocated(demo: Demo, tmp_path: Path) -> None:
     files = files_of(demo, tmp_path, *ONE_RANK, "trainer.snapshot_freq=-1")
-    assert files == dict.fromkeys((1, 2, 3, 4), {})
+    assert files == {step: {} for step in (1, 2, 3, 4)}
