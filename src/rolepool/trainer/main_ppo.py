@@ -139,7 +139,6 @@ def _run(trainer: Trainer, console: TrainingConsole) -> None:
             newest = trainer.parts.checkpoints.newest_in_words
             fix = "the same command continues the run in a new Ray"
             raise RayDiedError(f"{error}; {newest}; {fix}") from None
-    console.print_summary(trainer.parts.folder.path)
 
 
 def main(
