@@ -5,9 +5,10 @@ commits.
 
 Trains the demo with a model of a few hundred MB and random weights. In each round every side trains
 once with `trainer.snapshot_freq=1`, and the working tree once more without snapshots. Prints the
-seconds before the first step, which are the first snapshot, of each of the first steps, and the
-median of the later ones. The cost of the first snapshots is what these take longer than the median
-of as many steps without snapshots.
+seconds before the first step, of each of the first steps, and the median of the later ones. The
+cost of the first snapshots is what these take longer than as many steps without snapshots. Other
+work on the machine changes these times, so it also prints how long the rank is in its first calls
+of `take_snapshot`, in which it does nothing else.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from compare_commits import ROOT, TIMEOUT_S, Side, checked_out
 
@@ -39,6 +41,8 @@ class Times(NamedTuple):
     before_s: float
     """From the first snapshot to the first step."""
     steps_s: list[float]
+    calls_s: list[float]
+    """The first calls of `take_snapshot`."""
 
     @property
     def first_s(self) -> float:
@@ -52,8 +56,10 @@ class Times(NamedTuple):
 
 def train(folder: Path, data: Path, every: int, num_steps: int) -> None:
     """Train in this process, with the rolepool that Python finds, and print the times as JSON."""
+    from rolepool.cluster.keepers import Keepers
     from rolepool.config import load_config
     from rolepool.report.run import read_run
+    from rolepool.trainer.console import Observer
     from rolepool.trainer.loop import Trainer
     from rolepool.trainer.snapshots import Snapshots
 
@@ -64,7 +70,26 @@ def train(folder: Path, data: Path, every: int, num_steps: int) -> None:
         began_s.append(time.time())
         save(snapshots, *arguments)  # type: ignore[arg-type]
 
+    calls: list[Any] = []
+    copy = Keepers.copy
+
+    def noted_copy(keepers: Keepers, number: int, ranks: Any, written: Any) -> None:
+        calls.append(written)
+        copy(keepers, number, ranks, written)
+
+    class Meter(Observer):
+        """Reads the spans of calls while their processes live."""
+
+        calls_s: ClassVar[list[float]] = []
+
+        def on_row(self, step: int, metrics: dict[str, float]) -> None:
+            if step == NUM_FIRST + 1:
+                for call in calls[:NUM_FIRST]:
+                    (span,) = call.spans()
+                    self.calls_s.append(span.end_s - span.start_s)
+
     Snapshots.save = noted  # type: ignore[method-assign]
+    Keepers.copy = noted_copy  # type: ignore[method-assign]
     words = [
         f"data.train_files={data / 'train.jsonl'}",
         "data.val_files=[]",
@@ -85,7 +110,9 @@ def train(folder: Path, data: Path, every: int, num_steps: int) -> None:
         f"trainer.snapshot_freq={every}",
         f"trainer.default_local_dir={folder}",
     ]
-    Trainer(load_config([], words)).run()
+    trainer = Trainer(load_config([], words))
+    trainer.observer = Meter()
+    trainer.run()
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
     for number, _, span in read_run(folder).spans:
@@ -94,7 +121,7 @@ def train(folder: Path, data: Path, every: int, num_steps: int) -> None:
     marks = [starts[number] for number in sorted(starts)]
     marks.append(ends[max(ends)])
     steps_s = [end - start for start, end in pairwise(marks)]
-    print(json.dumps([marks[0] - began_s[0], steps_s]))
+    print(json.dumps([marks[0] - began_s[0], steps_s, Meter.calls_s]))
 
 
 def make_model(data: Path) -> float:
@@ -160,10 +187,10 @@ def main() -> None:
                 folder = parent / f"run_{number}_{name.replace('/', '_')}"
                 taken = times_of(side, folder, data, every, options.steps)
                 times[name].append(taken)
-                first = " ".join(f"{seconds:.2f}" for seconds in taken.steps_s[:NUM_FIRST])
+                first = _in_words(taken.steps_s[:NUM_FIRST])
                 print(
                     f"round {number + 1}, {name}: before {taken.before_s:.2f} s, first steps {first} s, "
-                    f"later {taken.later_s:.2f} s",
+                    f"later {taken.later_s:.2f} s, take_snapshot {_in_words(taken.calls_s)} s",
                     flush=True,
                 )
         reference_s = median(taken.first_s for taken in times["without snapshots"])
@@ -174,6 +201,10 @@ def main() -> None:
                 f"{name}: {first_s:.2f} s until the end of step {NUM_FIRST}, {first_s - reference_s:+.2f} s; "
                 f"a later step {later_s:.2f} s"
             )
+
+
+def _in_words(seconds: Sequence[float]) -> str:
+    return " ".join(f"{each:.2f}" for each in seconds)
 
 
 if __name__ == "__main__":

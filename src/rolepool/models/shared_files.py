@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,10 +61,10 @@ class SharedFile:
     def __init__(self, path: Path, form: Form, metadata: Mapping[str, str]) -> None:
         """Make the file with its header. Its memory is not allocated yet. A file at this path is
         replaced."""
-        header, places = _header_of(form, metadata)
+        header, places, data_bytes = _header_of(form, metadata)
         self.path = path
         self.form = form
-        self.num_bytes = len(header) + sum(end - first for first, end in places.values())
+        self.num_bytes = len(header) + data_bytes
         self.is_registered = False
         """Whether a GPU may copy to the memory while it continues with other work."""
         self._num_allocated = 0
@@ -71,18 +72,23 @@ class SharedFile:
         path.unlink(missing_ok=True)
         # Kept open, because memory is allocated for the open file, also if its name is removed.
         self._file = path.open("x+b", buffering=0)
-        self._inode = os.fstat(self._file.fileno()).st_ino
+        described = os.fstat(self._file.fileno())
+        self._inode = described.st_ino
         self._file.write(header)
         self._file.truncate(self.num_bytes)
         self.memory = torch.from_file(
-            str(path), shared=True, size=self.num_bytes, dtype=torch.uint8
+            str(path),
+            shared=True,
+            size=self.num_bytes,
+            dtype=torch.uint8,
         )
         self.copies: dict[str, Tensor] = {}
         """The tensors, as views of the memory."""
         data = self.memory[len(header) :]
         for name, (shape, dtype) in form.items():
             first, end = places[name]
-            self.copies[name] = data[first:end].view(dtype).view(shape)
+            numbers = data[first:end].view(dtype)
+            self.copies[name] = numbers.view(shape)
         self.blank = set(form)
         """The names of tensors that are 0, because nobody has written them."""
 
@@ -146,8 +152,17 @@ class SharedFile:
         self.close()
 
 
-def _header_of(form: Form, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The beginning of the file, and the first and the last byte of each tensor after it."""
+class _Header(NamedTuple):
+    """The beginning of a file."""
+
+    content: bytes
+    places: dict[str, tuple[int, int]]
+    """Where each tensor begins and ends, counted from the end of the header."""
+    data_bytes: int
+    """The size of all tensors."""
+
+
+def _header_of(form: Form, metadata: Mapping[str, str]) -> _Header:
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     places: dict[str, tuple[int, int]] = {}
     # Tensors of wide dtypes come first, so that all are aligned.
@@ -165,6 +180,8 @@ def _header_of(form: Form, metadata: Mapping[str, str]) -> tuple[bytes, dict[str
         }
         places[name] = (start, end)
         start = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json.dumps(entries).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text, places
+    # The header begins with its own size.
+    size = len(text).to_bytes(8, "little")
+    return _Header(size + text, places, data_bytes=start)

@@ -113,11 +113,17 @@ class SnapshotWriter:
         # Not the folders above these two, which are removed when the run ends.
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(exist_ok=True, mode=0o700)
-        offsets = {name: {"saved_offsets": _offset(tensors[name])} for name in parts}
+        offsets: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name in parts:
+            offsets[name] = {"saved_offsets": _offset(tensors[name])}
         # As torch.distributed.checkpoint reads it.
-        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
-        self._files[path] = SharedFile(path, form, metadata)
-        return self._files[path]
+        metadata = {
+            "format": "pt",
+            "DCP_SHARDING_INFO": json.dumps(offsets),
+        }
+        file = SharedFile(path, form, metadata)
+        self._files[path] = file
+        return file
 
     def _is_ready(self, file: SharedFile) -> bool:
         """Whether copying can begin at once."""
