@@ -29,12 +29,29 @@ from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.rollout import Rollout
 from rolepool.roles.rule_reward import RuleReward
 from rolepool.roles.setups import RolloutSetup, RuleRewardSetup
+from rolepool.rollout.conversation_queue import ConversationQueue
 from rolepool.rollout.engine import Completion, Engine, Request, Sampling
 from rolepool.rollout.environments import Generate, Trajectory
 from rolepool.rollout.tool_loop import added_tokens, parse_hermes
 
 HERE = "actor_rollout_ref.rollout"
 NUM_ROWS = 12
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Completion]]:
+    """What the engine samples, by the number of the conversation. For tests of adapters, whose
+    libraries make the conversations."""
+    by_conversation: dict[int, list[Completion]] = {}
+    generate = ConversationQueue.generate
+
+    async def noted(self: Any, request: Request) -> Completion:
+        completion = await generate(self, request)
+        by_conversation.setdefault(request.conversation or 0, []).append(completion)
+        return completion
+
+    monkeypatch.setattr(ConversationQueue, "generate", noted)
+    return by_conversation
 
 
 def config_with(demo: Demo, name: str, *overrides: str, response: int = 24) -> Any:
