@@ -29,8 +29,9 @@ class WeightWay(Enum):
 def weight_way(
     config: Config, plan: Plan, *, on_gpus: bool, environment: Mapping[str, str] = os.environ
 ) -> WeightWay:
-    """The way between the pools of actor and rollout."""
-    if plan.pool_of(Role.Actor) == plan.pool_of(Role.Rollout):
+    """The way between the pools of actor and rollout. The search for placements looks at single
+    pools; a role that such a plan does not have counts as one in another pool."""
+    if plan.roles.get(Role.Actor) == plan.roles.get(Role.Rollout):
         return WeightWay.SAME_PROCESS
     # An engine of the user's gets a stream of whole tensors, because that is its interface.
     if config.actor_rollout_ref.rollout.engine not in ENGINES:
@@ -54,5 +55,6 @@ def _share_a_gpu(plan: Plan) -> bool:
     """Whether two ranks of actor and rollout have the same GPU, which NCCL refuses."""
     slots: list[Slot] = []
     for role in (Role.Actor, Role.Rollout):
-        slots += plan.pool_of(role).slots
+        if role in plan.roles:
+            slots += plan.pool_of(role).slots
     return len(set(slots)) < len(slots)
