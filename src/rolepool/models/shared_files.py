@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +22,6 @@ from rolepool.errors import RolepoolError
 
 PIECE_BYTES = 16 * 2**20
 """How much is allocated at once. A thread needs the interpreter's lock only between two pieces."""
-LOWEST_PRIORITY = 19
-"""The niceness of a thread that works only if nobody else needs its CPU."""
 _MADV_POPULATE_WRITE = 23
 _ALIGNMENT = 8
 _DTYPE_NAMES = {
@@ -104,13 +103,15 @@ class SharedFile:
     def is_allocated(self) -> bool:
         return self._num_allocated >= self.num_bytes
 
-    def allocate(self) -> None:
-        """Allocate the memory that is not allocated yet. Raises OSError if there is no room.
+    def allocate(self, *, with_pauses: bool = False) -> None:
+        """Allocate the memory that is not allocated yet. Raises OSError if there is no room. With
+        pauses, each piece is followed by a pause of the same length.
 
         Two threads may do so at the same time, and neither waits for the other: a piece that is
         allocated twice does not change.
         """
         while not (self.is_allocated or self._is_closed):
+            began_s = time.monotonic()
             start = self._num_allocated
             size = min(PIECE_BYTES, self.num_bytes - start)
             # Not by writing to the memory, which would kill the process if there is no room.
@@ -118,18 +119,22 @@ class SharedFile:
             # A kernel before Linux 5.14 does not know it. Then the first copy takes a bit longer.
             _LIBC.madvise(self.memory.data_ptr() + start, size, _MADV_POPULATE_WRITE)
             self._num_allocated = start + size
+            if with_pauses:
+                time.sleep(time.monotonic() - began_s)
 
     def allocate_in_background(self) -> None:
-        """The same in a thread that runs only if nobody else needs its CPU. Without room, it gives
-        back what it has."""
+        """The same in a thread that takes at most half of a CPU. Without room, it gives back what
+        it has."""
 
         def work() -> None:
-            with suppress(OSError):  # not every system has priorities of threads
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
             try:
-                self.allocate()
+                self.allocate(with_pauses=True)
             except OSError:
                 self.remove()
+
+        # The thread has pauses, and not a low priority. On a machine with too much work, a thread
+        # of low priority would be stopped while it has the lock of the interpreter, and the whole
+        # process would wait for it.
 
         # The process does not wait for it when it ends.
         threading.Thread(target=work, name="allocate shared memory", daemon=True).start()
