@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import psutil
@@ -18,6 +19,10 @@ UNUSED = "xml.dom.minidom"
 
 
 class Importer(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def has(self, module: str) -> bool:
         return module in sys.modules
@@ -36,6 +41,17 @@ def test_a_cluster_finishes_a_start_whose_processes_have_imported_what_they_were
                 (answers[name],) = group.role("importer").has(UNUSED)
             assert answers == {"first": True, "second": False, "helpers": False}
         assert not ray.is_initialized(), "the cluster has taken over the end of Ray"
+
+
+def test_threads_of_workers_wait_passively_whatever_the_driver_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    with Cluster(plan_of({"only": [1]})) as cluster:
+        assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+        group = cluster.groups["only"]
+        group.add_role("importer", Importer)
+        assert group.role("importer").variable("OMP_WAIT_POLICY") == ["PASSIVE"]
 
 
 def test_a_start_that_nobody_finishes_leaves_nothing_behind() -> None:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
-
-import pytest
 
 from rolepool.config import load_config
 from rolepool.data.demo import Demo
 from rolepool.metrics.spans import RULE_POOL
 from rolepool.placement import build_plan
-from rolepool.quick_imports import imported_beside
 from rolepool.trainer.early_start import modules_of
 
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -23,7 +18,7 @@ SPLIT = ["trainer.n_gpus_per_node=2", "trainer.device=cpu", "placement.strategy=
 def test_processes_can_be_started_without_torch(
     python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    code = "import sys, rolepool.trainer.early_start as early; assert early.begin\n"
+    code = "import sys, rolepool.trainer.early_start as early; assert early.begin_early\n"
     code += "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     ended = python("-c", code)
     assert ended.stdout == "[]\n", ended.stderr
@@ -67,25 +62,3 @@ def test_modules_of_users_are_not_imported_before_their_role_is_built(demo: Demo
 def test_a_model_that_is_not_on_disk_is_imported_later(demo: Demo) -> None:
     named = modules(demo, "critic.model.path=someone/a-model-that-is-nowhere")
     assert named["critic_pool"] == ["rolepool.roles.actor_critic"]
-
-
-@pytest.fixture
-def slow_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = "a_slow_module"
-    (tmp_path / f"{name}.py").write_text("import time; time.sleep(0.2); value = 1")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    return name
-
-
-def test_modules_are_imported_beside_a_block(slow_module: str) -> None:
-    with imported_beside("no_such_module", slow_module):
-        is_there = hasattr(sys.modules.get(slow_module), "value")
-    assert not is_there
-    assert sys.modules[slow_module].value == 1
-
-
-def test_an_error_of_the_block_is_raised_when_the_import_has_ended(slow_module: str) -> None:
-    with pytest.raises(ValueError, match="of the block"), imported_beside(slow_module):
-        raise ValueError("of the block")
-    assert sys.modules[slow_module].value == 1

@@ -3,8 +3,7 @@
 Owns which modules a process imports while it starts. Needs no torch itself.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 from rolepool.cluster.begin import Begun, begin
 from rolepool.config import Config
@@ -25,20 +24,15 @@ FOR_GPUS = ("torch._inductor.compile_fx", "rolepool.rollout.kernels")
 """What compiles models, and what generates on a GPU. They would be imported in the first step."""
 
 
-def early_start(config: Config, reward: UserFunction | None = None) -> Callable[[], Begun]:
-    """A function that starts all processes of a run, without waiting for them.
-
-    What the config names, such as the reward function, is loaded before the function is returned,
-    because the function runs while another thread imports torch, and modules of users may import
-    torch, too. Raises ConfigError if the reward function cannot be loaded. The function raises a
-    PlacementError if Ray or the resources of the plan are not there.
-    """
+def begin_early(config: Config, reward: UserFunction | None = None) -> Begun:
+    """Start all processes of a run, without waiting for them. Raises ConfigError if the reward
+    function cannot be loaded, and PlacementError if Ray or the resources of the plan are not
+    there."""
     plan = build_plan(config)
     ray_init = config.ray_kwargs.ray_init
     # With MPS, a process must not use its GPU before it is told how.
     on_gpu = _has_gpus(config) and not plan.mps
-    return partial(
-        begin,
+    return begin(
         plan,
         address=ray_init.address,
         num_cpus=ray_init.num_cpus,

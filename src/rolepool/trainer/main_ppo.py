@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rolepool.command_line import DriverEnd, Parser, print_errors, read_words, run_program
 from rolepool.errors import RayDiedError, collected
-from rolepool.quick_imports import imported_beside, quick_imports
+from rolepool.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from rolepool.config import Config, LoadedConfig
@@ -85,7 +85,7 @@ def start(
 
     from rolepool.config.sources import DEMO_FOLDER, makes_demo
     from rolepool.trainer.console import TrainingConsole
-    from rolepool.trainer.early_start import early_start
+    from rolepool.trainer.early_start import begin_early
     from rolepool.trainer.interrupt import Interrupt
     from rolepool.trainer.phases import Phases
     from rolepool.trainer.rebalancer import resolve
@@ -115,10 +115,8 @@ def start(
     with ExitStack() as cleanup:
         with Interrupt().watch():
             begin_phase("starting Ray")
-            begin_processes = early_start(loaded.config, reward)
-            with imported_beside("torch", "tensordict", "transformers"):
-                begun = cleanup.enter_context(begin_processes())
-                begin_phase("importing torch")
+            begun = cleanup.enter_context(begin_early(loaded.config, reward))
+            begin_phase("importing torch")
             with quick_imports():
                 from rolepool.trainer.loop import Trainer
 
