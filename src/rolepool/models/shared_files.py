@@ -5,7 +5,6 @@ shared memory take several times as long as a copy to pages that are there, so t
 pieces, which another thread can do beforehand. Does not know what the tensors are.
 """
 
-import ctypes
 import json
 import os
 import threading
@@ -22,7 +21,6 @@ from rolepool.errors import RolepoolError
 
 PIECE_BYTES = 16 * 2**20
 """How much is allocated at once. A thread needs the interpreter's lock only between two pieces."""
-_MADV_POPULATE_WRITE = 23
 _ALIGNMENT = 8
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -43,8 +41,6 @@ _DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 """The dtypes of weights and buffers, as safetensors calls them."""
-_LIBC = ctypes.CDLL(None)
-_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 Form = dict[str, tuple[torch.Size, torch.dtype]]
 """Shapes and dtypes of tensors by name."""
@@ -114,10 +110,9 @@ class SharedFile:
             began_s = time.monotonic()
             start = self._num_allocated
             size = min(PIECE_BYTES, self.num_bytes - start)
-            # Not by writing to the memory, which would kill the process if there is no room.
+            # Not by writing to the memory, which would kill the process if there is no room, and not
+            # by madvise, which stops other threads that allocate or free memory.
             os.posix_fallocate(self._file.fileno(), start, size)
-            # A kernel before Linux 5.14 does not know it. Then the first copy takes a bit longer.
-            _LIBC.madvise(self.memory.data_ptr() + start, size, _MADV_POPULATE_WRITE)
             self._num_allocated = start + size
             if with_pauses:
                 time.sleep(time.monotonic() - began_s)
