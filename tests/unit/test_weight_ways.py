@@ -37,6 +37,8 @@ ON_SHARED_GPUS = [
     "placement.pools.generate={per_node: [2], share: 0.5}",
     "trainer.n_gpus_per_node=2",
 ]
+FULL = f"{WEIGHTS}=full"
+SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 TOGETHER = ["trainer.n_gpus_per_node=2", "trainer.device=cuda"]
 
 
@@ -48,13 +50,15 @@ def config_of(*keys: str) -> Config:
     ("keys", "environment", "expected"),
     [
         (TOGETHER, {}, WeightWay.SAME_PROCESS),
-        (APART, {}, WeightWay.PROCESS_GROUP),
-        ([*APART, f"{NAME}=transformers"], {}, WeightWay.PROCESS_GROUP),
-        ([*APART, f"{NAME}=vllm"], {}, WeightWay.PROCESS_GROUP),
-        ([*APART, f"{NAME}=json:loads"], {}, WeightWay.SHARED_MEMORY),
-        ([*APART, *ON_SHARED_GPUS], {}, WeightWay.SHARED_MEMORY),
-        ([*APART, *ON_SHARED_GPUS], {SEVERAL_RANKS_PER_GPU: "0"}, WeightWay.SHARED_MEMORY),
-        ([*APART, *ON_SHARED_GPUS], {SEVERAL_RANKS_PER_GPU: "1"}, WeightWay.PROCESS_GROUP),
+        (APART, {}, WeightWay.SHARED_MEMORY),
+        ([*APART, FULL], {}, WeightWay.PROCESS_GROUP),
+        ([*APART, f"{WEIGHTS}=delta"], {}, WeightWay.PROCESS_GROUP),
+        ([*APART, FULL, f"{NAME}=transformers"], {}, WeightWay.PROCESS_GROUP),
+        ([*APART, FULL, f"{NAME}=vllm"], {}, WeightWay.PROCESS_GROUP),
+        ([*APART, FULL, f"{NAME}=json:loads"], {}, WeightWay.SHARED_MEMORY),
+        ([*APART, FULL, *ON_SHARED_GPUS], {}, WeightWay.SHARED_MEMORY),
+        ([*APART, FULL, *ON_SHARED_GPUS], {SEVERAL_RANKS_PER_GPU: "0"}, WeightWay.SHARED_MEMORY),
+        ([*APART, FULL, *ON_SHARED_GPUS], {SEVERAL_RANKS_PER_GPU: "1"}, WeightWay.PROCESS_GROUP),
     ],
 )
 def test_the_way_of_weights(
@@ -72,21 +76,11 @@ def test_cpu_slots_can_always_use_a_process_group() -> None:
     assert way is WeightWay.PROCESS_GROUP
 
 
-@pytest.mark.parametrize(
-    ("value", "on_gpus", "expected"),
-    [
-        ("auto", True, True),
-        ("auto", False, False),
-        ("full", True, False),
-        ("delta", False, True),
-    ],
-)
-def test_changes_are_sent_of_16_bit_weights_or_if_the_key_says_so(
-    value: str, on_gpus: bool, expected: bool
-) -> None:
+@pytest.mark.parametrize("value", ["auto", "full", "delta"])
+def test_changes_are_sent_if_the_key_says_so(value: str) -> None:
     config = config_of(*APART, f"{WEIGHTS}={value}")
-    assert sends_changes(config, WeightWay.PROCESS_GROUP, on_gpus=on_gpus) is expected
-    assert not sends_changes(config, WeightWay.SHARED_MEMORY, on_gpus=on_gpus)
+    assert sends_changes(config, WeightWay.PROCESS_GROUP) is (value == "delta")
+    assert not sends_changes(config, WeightWay.SHARED_MEMORY)
 
 
 def test_an_engine_that_cannot_take_changes_is_refused() -> None:
@@ -95,7 +89,7 @@ def test_an_engine_that_cannot_take_changes_is_refused() -> None:
         with pytest.raises(ConfigError, match=line):
             config_of(*APART, f"{NAME}={name}", f"{WEIGHTS}=delta")
     config = config_of(*APART, f"{NAME}=vllm")
-    assert not sends_changes(config, WeightWay.PROCESS_GROUP, on_gpus=True)
+    assert not sends_changes(config, WeightWay.PROCESS_GROUP)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +102,9 @@ def test_an_engine_that_cannot_take_changes_is_refused() -> None:
             "through a process group (NCCL), 1.8 GiB per step to 2 ranks, about 24.7 ms "
             "(assumed speed)",
         ),
+        (APART, "through shared memory, 1.8 GiB per step to 2 ranks, about 1.98 s (assumed speed)"),
         (
-            APART,
+            [*APART, f"{WEIGHTS}=delta"],
             "through a process group (NCCL), only values that changed: at most 1.8 GiB per step to "
             "2 ranks, at most 24.7 ms (assumed speed)",
         ),
@@ -123,7 +118,7 @@ def test_an_engine_that_cannot_take_changes_is_refused() -> None:
             "(assumed speed)",
         ),
         (
-            [*APART, "actor_rollout_ref.model.path=no/such-model"],
+            [*APART, FULL, "actor_rollout_ref.model.path=no/such-model"],
             "through a process group (NCCL)",
         ),
     ],
@@ -134,10 +129,7 @@ def test_plan_says_how_weights_travel(keys: list[str], expected: str | None) -> 
 
 
 def test_tensor_parallel_ranks_get_less() -> None:
-    whole, halves = (
-        config_of(*APART, f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}")
-        for size in (1, 2)
-    )
+    whole, halves = (config_of(*APART, f"{WEIGHTS}=delta", f"{SIZE}={size}") for size in (1, 2))
     amounts = []
     for config in (whole, halves):
         words = transfer_in_words(config, build_plan(config))

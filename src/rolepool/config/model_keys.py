@@ -289,8 +289,9 @@ class RolloutConfig(Section):
     """Most prompt tokens in one prefill micro-batch."""
     weights: Literal["auto", "full", "delta"] = "auto"
     """What the actor sends to a rollout in another pool (docs/engines.md): all weights in every
-    step (full), or only the values that changed, with their positions (delta). auto is delta for
-    weights of 16 bits, of which few change in a step, and full for others."""
+    step (full), or only the values that changed, with their positions (delta). Both use a process
+    group of the two pools. auto does so on CPU slots, with full, and uses Ray's shared memory on
+    GPUs, because NCCL between pools has not been tried yet."""
     val_kwargs: ValKwargs
     multi_turn: MultiTurnConfig
 

@@ -565,7 +565,7 @@ def _kept_bytes(config: Config, plan: Plan, role: Role, held: HeldModel) -> int:
     copy of the model together."""
     on_gpus = plan.device != "cpu"
     way = weight_way(config, plan, on_gpus=on_gpus)
-    if not sends_changes(config, way, on_gpus=on_gpus):
+    if not sends_changes(config, way):
         return 0
     return BF16 * held.num_params // plan.pool_of(role).world_size
 

@@ -47,7 +47,7 @@ def transfer_in_words(config: Config, plan: Plan) -> str | None:
         seconds = total_bytes / GLOO_BYTES_PER_S
     amount = f"{show_bytes(total_bytes)} per step to {num_ranks} ranks"
     time = f"{duration(seconds)} (assumed speed)"
-    if sends_changes(config, way, on_gpus=on_gpus):
+    if sends_changes(config, way):
         return f"{channel}, only values that changed: at most {amount}, at most {time}"
     return f"{channel}, {amount}, about {time}"
 

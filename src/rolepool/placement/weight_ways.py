@@ -36,18 +36,19 @@ def weight_way(
     # An engine of the user's gets a stream of whole tensors, because that is its interface.
     if config.actor_rollout_ref.rollout.engine not in ENGINES:
         return WeightWay.SHARED_MEMORY
+    if on_gpus and config.actor_rollout_ref.rollout.weights == "auto":
+        # Nobody has seen NCCL between pools yet, so it is only used if the user asks for it.
+        return WeightWay.SHARED_MEMORY
     if on_gpus and _share_a_gpu(plan) and environment.get(SEVERAL_RANKS_PER_GPU) != "1":
         return WeightWay.SHARED_MEMORY
     return WeightWay.PROCESS_GROUP
 
 
-def sends_changes(config: Config, way: WeightWay, *, on_gpus: bool) -> bool:
-    """Whether only the values that changed travel. On GPUs weights travel in 16 bits."""
+def sends_changes(config: Config, way: WeightWay) -> bool:
+    """Whether only the values that changed travel."""
     keys = config.actor_rollout_ref.rollout
     if way is not WeightWay.PROCESS_GROUP or keys.engine in ENGINES_WITH_A_PROCESS:
         return False
-    if keys.weights == "auto":
-        return on_gpus
     return keys.weights == "delta"
 
 

@@ -93,7 +93,7 @@ def build_roles(
             way,
             ready[Role.Actor],
             ready[Role.Rollout],
-            sends_changes=sends_changes(config, way, on_gpus=on_gpus),
+            sends_changes=sends_changes(config, way),
         ),
     )
 

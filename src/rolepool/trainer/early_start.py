@@ -59,14 +59,13 @@ def modules_of(config: Config, plan: Plan, *, on_gpu: bool = False) -> dict[str,
                 modules[pool] += FOR_GPUS
         elif spec.rule_worker is not None:
             modules[RULE_POOL] += _own_module(spec.rule_worker)
+    engine = config.actor_rollout_ref.rollout.engine
+    modules[plan.roles[Role.Rollout]] += _own_module(ENGINES.get(engine, ""))
     return {name: list(dict.fromkeys(names)) for name, names in modules.items()}
 
 
 def _modules_of_role(config: Config, role: Role) -> Iterator[str]:
     yield from _own_module(ROLE_SPECS[role].worker)
-    if role == Role.Rollout:
-        engine = config.actor_rollout_ref.rollout.engine
-        yield from _own_module(ENGINES.get(engine, ""))
     path, overrides = model_of(config, role)
     try:
         kind = str(read_model_file(path, overrides).get("model_type"))
