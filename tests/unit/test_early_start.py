@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 from rolepool.config import load_config
 from rolepool.data.demo import Demo
 from rolepool.metrics.spans import RULE_POOL
 from rolepool.placement import build_plan
-from rolepool.trainer.early_start import modules_of
+from rolepool.trainer.early_start import may_begin_early, modules_of
 
 LLAMA = "transformers.models.llama.modeling_llama"
 SPLIT = ["trainer.n_gpus_per_node=2", "trainer.device=cpu", "placement.strategy=split"]
@@ -62,3 +63,17 @@ def test_modules_of_users_are_not_imported_before_their_role_is_built(demo: Demo
 def test_a_model_that_is_not_on_disk_is_imported_later(demo: Demo) -> None:
     named = modules(demo, "critic.model.path=someone/a-model-that-is-nowhere")
     assert named["critic_pool"] == ["rolepool.roles.actor_critic"]
+
+
+def test_nothing_starts_early_if_the_run_may_not_fit_its_folder(tmp_path: Path) -> None:
+    def may_begin(*words: str) -> bool:
+        return may_begin_early(load_config([], list(words)).config)
+
+    folder = f"trainer.default_local_dir={tmp_path}"
+    assert may_begin(folder)
+    assert may_begin(f"{folder}/new")
+    resumes = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}"]
+    assert not may_begin(f"{folder}/new", *resumes)
+    (tmp_path / "metrics.jsonl").touch()
+    assert not may_begin(folder)
+    assert not may_begin(f"{folder}/metrics.jsonl")

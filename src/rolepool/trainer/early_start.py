@@ -4,6 +4,7 @@ Owns which modules a process imports while it starts. Needs no torch itself.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from rolepool.cluster.begin import Begun, begin
 from rolepool.config import Config
@@ -22,6 +23,21 @@ built, because they may read what the process is told before that, such as its r
 
 FOR_GPUS = ("torch._inductor.compile_fx", "rolepool.rollout.kernels")
 """What compiles models, and what generates on a GPU. They would be imported in the first step."""
+
+
+def may_begin_early(config: Config) -> bool:
+    """Whether the run begins in a new folder, without a checkpoint. In any other case the run may
+    have nothing left to do, or not fit the folder or the checkpoint. That is found out with torch,
+    and before anything is started."""
+    if config.trainer.resume_mode == "resume_path":
+        return False
+    folder = Path(config.trainer.default_local_dir).expanduser()
+    try:
+        return not any(folder.iterdir())
+    except FileNotFoundError:
+        return True
+    except OSError:  # what is wrong with it is said later
+        return False
 
 
 def begin_early(config: Config, reward: UserFunction | None = None) -> Begun:

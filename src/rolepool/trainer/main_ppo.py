@@ -19,6 +19,7 @@ from rolepool.errors import RayDiedError, collected
 from rolepool.quick_imports import quick_imports
 
 if TYPE_CHECKING:
+    from rolepool.cluster.begin import Begun
     from rolepool.config import Config, LoadedConfig
     from rolepool.trainer.console import OnStep, OnValidation, TrainingConsole
     from rolepool.trainer.loop import Trainer
@@ -85,7 +86,7 @@ def start(
 
     from rolepool.config.sources import DEMO_FOLDER, makes_demo
     from rolepool.trainer.console import TrainingConsole
-    from rolepool.trainer.early_start import begin_early
+    from rolepool.trainer.early_start import begin_early, may_begin_early
     from rolepool.trainer.interrupt import Interrupt
     from rolepool.trainer.phases import Phases
     from rolepool.trainer.rebalancer import resolve
@@ -114,8 +115,10 @@ def start(
 
     with ExitStack() as cleanup:
         with Interrupt().watch():
-            begin_phase("starting Ray")
-            begun = cleanup.enter_context(begin_early(loaded.config, reward))
+            begun: Begun | None = None
+            if may_begin_early(loaded.config):
+                begin_phase("starting Ray")
+                begun = cleanup.enter_context(begin_early(loaded.config, reward))
             begin_phase("importing torch")
             with quick_imports():
                 from rolepool.trainer.loop import Trainer
