@@ -73,6 +73,7 @@ def test_a_run_with_the_engines_log_probs_is_the_same_run_in_float64(
     assert_same_weights(computed, bypassed, TOLERANCE)
 
 
+@pytest.mark.slow  # 50 s
 def test_with_one_update_in_a_step_the_update_tells_the_entropy_of_the_whole_batch(
     demo: Demo,
 ) -> None:
@@ -102,6 +103,7 @@ def test_placement_changes_no_number_of_it(demo: Demo, placement: str) -> None:
         assert theirs[entropy] == pytest.approx(mine[entropy], rel=TOLERANCE)
 
 
+@pytest.mark.slow  # 15 s; in float64 it is in every run of the tests
 def test_in_float32_the_difference_is_rounding(demo: Demo) -> None:
     """Both runs learn from the same responses, so that no tie between two tokens decides. AdamW
     turns rounding of tiny gradients into different weights, so they are not compared."""

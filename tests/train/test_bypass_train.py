@@ -87,6 +87,7 @@ def test_a_resumed_run_is_the_same_run(demo: Demo, tmp_path: Path) -> None:
     assert rows_of(cut) == rows_of(whole)
 
 
+@pytest.mark.slow  # 21 s
 def test_conversations_are_learned_from_alike(demo: Demo, tmp_path: Path) -> None:
     """Tokens that the environment wrote have no log-prob of the engine and do not count. The parity
     check compares all others."""

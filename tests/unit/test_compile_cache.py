@@ -54,6 +54,7 @@ def variables() -> Iterator[None]:
             os.environ[name] = value
 
 
+@pytest.mark.slow  # 16 s, and it measures times
 def test_a_second_process_uses_what_the_first_has_compiled(
     python: Callable[..., subprocess.CompletedProcess[str]],
     tmp_path: Path,
