@@ -58,7 +58,7 @@ class Sent(NamedTuple):
     """What a trainer rank says about a transfer."""
 
     digests: Mapping[str, Digest]
-    """Of its own rows."""
+    """The digests of its own rows."""
     num_bytes: int
     """What it sent, to all engine ranks together."""
     num_values: int

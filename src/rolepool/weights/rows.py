@@ -19,7 +19,7 @@ class WeightRows(NamedTuple):
     """Some rows of a weight, as a matrix."""
 
     shape: tuple[int, ...]
-    """Of the whole weight."""
+    """The shape of the whole weight."""
     first_row: int
     rows: Tensor
 
