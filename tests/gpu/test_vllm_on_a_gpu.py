@@ -91,9 +91,12 @@ def test_new_weights_reach_the_other_process_as_handles_of_gpu_memory(
             before = torch.cuda.memory_allocated()
             engine.sleep()
             named = list(trained.named_parameters())
+            weights_bytes = sum(weight.nbytes for _, weight in named)
             engine.update_weights(named[:5], None)
             engine.update_weights(named[5:], version)
-            assert torch.cuda.memory_allocated() <= before, "the copy of the weights is freed"
+            grown_bytes = torch.cuda.memory_allocated() - before
+            # The tables of digests stay, which are far smaller than the weights.
+            assert grown_bytes < weights_bytes // 10, "the copy of the weights is freed"
             engine.wake()
             expected = TransformersEngine(trained, 64).generate(REQUESTS, SAMPLED)
             for one, other in zip(engine.generate(REQUESTS, SAMPLED), expected, strict=True):
