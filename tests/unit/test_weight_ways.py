@@ -9,6 +9,7 @@ import pytest
 from rolepool.config import Config, load_config
 from rolepool.errors import ConfigError
 from rolepool.placement import build_plan
+from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.roles import Role
 from rolepool.placement.transfers import transfer_in_words
@@ -44,6 +45,16 @@ TOGETHER = ["trainer.n_gpus_per_node=2", "trainer.device=cuda"]
 
 def config_of(*keys: str) -> Config:
     return load_config([], list(keys)).config
+
+
+def test_changes_between_pools_that_share_a_gpu_are_refused() -> None:
+    keys = [*APART, *ON_SHARED_GPUS]
+    refused = config_of(*keys, f"{WEIGHTS}=delta")
+    (problem,) = find_problems(refused, build_plan(refused))
+    assert problem.startswith(f"{WEIGHTS}=delta: actor and rollout share a GPU")
+    assert problem.endswith("use auto, or give the rollout GPUs of its own")
+    config = config_of(*keys)
+    assert not find_problems(config, build_plan(config))
 
 
 @pytest.mark.parametrize(

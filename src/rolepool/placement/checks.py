@@ -37,6 +37,7 @@ from rolepool.placement.parallel import WHOLE_POOL, shard_key
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, Role, longest_row, model_of
 from rolepool.placement.strategies import build_plan
+from rolepool.placement.weight_ways import WeightWay, weight_way
 from rolepool.units import show_bytes
 
 MAX_ADVICE = 4
@@ -74,6 +75,7 @@ def find_problems(config: Config, plan: Plan) -> list[str]:
         _users_code(config, "actor_rollout_ref.rollout.name"),
         _users_code(config, "actor_rollout_ref.rollout.multi_turn.format"),
         _mps(config, plan),
+        _weights(config, plan),
     )
 
 
@@ -335,6 +337,18 @@ def _mps(config: Config, plan: Plan) -> Iterator[str]:
     if config.placement.mps and (on_cpus or not plan.sharing_pools):
         fix = "remove this key, or use GPUs and set a share (placement.split.share=0.5)"
         yield f"placement.mps=true: MPS is for pools that share GPUs, and there are none; {fix}"
+
+
+def _weights(config: Config, plan: Plan) -> Iterator[str]:
+    """Only a process group can send changes. Between pools that share GPUs there is none."""
+    keys = config.actor_rollout_ref.rollout
+    way = weight_way(config, plan, on_gpus=plan.device != "cpu")
+    if keys.weights == "delta" and way is WeightWay.SHARED_MEMORY:
+        fix = "use auto, or give the rollout GPUs of its own"
+        yield (
+            "actor_rollout_ref.rollout.weights=delta: actor and rollout share a GPU, which NCCL "
+            f"refuses, so all weights would go through shared memory; {fix}"
+        )
 
 
 # Advice

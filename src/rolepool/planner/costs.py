@@ -155,38 +155,12 @@ class LinearCost(NamedTuple):
             deviations = np.append(deviations * others, visible_std)
         features = raw / scale
 
-        expected = features @ prior
-        for _ in range(NUM_FITS - 1):
-            # The noise of a time is in proportion to the time that the last fit expects.
-            noise = NOISE * np.maximum(expected, LEAST_EXPECTED) / surer
-            solved, _ = _solve(
-                features=features,
-                times=times,
-                noise=noise,
-                prior=prior,
-                deviations=deviations,
-            )
-            expected = features @ solved
-
-        expected = np.maximum(expected, LEAST_EXPECTED)
-        errors = np.abs((times - expected) / expected)
-        median_error = float(np.median(errors))
-        deviation = max(median_error, LEAST_NOISE)
-        usual = errors <= OUTLIER * deviation
-        noise = deviation * expected / surer
-        solved, covariance = _solve(
-            features=features[usual],
-            times=times[usual],
-            noise=noise[usual],
-            prior=prior,
-            deviations=deviations,
-        )
-
+        fit = _fit_robustly(features, times, surer, prior, deviations)
         unit = typical_s / scale
         return cls(
-            coefficients=solved * unit,
-            covariance=covariance * np.outer(unit, unit),
-            noise=deviation,
+            coefficients=fit.solved * unit,
+            covariance=fit.covariance * np.outer(unit, unit),
+            noise=fit.deviation,
             sharding=sharding,
         )
 
@@ -228,6 +202,52 @@ def _weights(raw: Array) -> Array:
     )
     num_of_same_kind = counts[kind_of.reshape(-1)]
     return np.minimum(1.0, NUM_ALIKE / num_of_same_kind)
+
+
+class _RobustFit(NamedTuple):
+    """Coefficients, and how sure they are."""
+
+    solved: Array
+    covariance: Array
+    deviation: float
+    """The usual error of a time, relative to the expected one."""
+
+
+def _fit_robustly(
+    features: Array,
+    times: Array,
+    surer: Array,
+    prior: Array,
+    deviations: Array,
+) -> _RobustFit:
+    """Fit a few times, because the noise of a time is in proportion to the time that is expected,
+    then once more without outliers. `surer` says how much less noise a time has than others."""
+    expected = features @ prior
+    for _ in range(NUM_FITS - 1):
+        noise = NOISE * np.maximum(expected, LEAST_EXPECTED) / surer
+        solved, _ = _solve(
+            features=features,
+            times=times,
+            noise=noise,
+            prior=prior,
+            deviations=deviations,
+        )
+        expected = features @ solved
+
+    expected = np.maximum(expected, LEAST_EXPECTED)
+    errors = np.abs((times - expected) / expected)
+    median_error = float(np.median(errors))
+    deviation = max(median_error, LEAST_NOISE)
+    usual = errors <= OUTLIER * deviation
+    noise = deviation * expected / surer
+    solved, covariance = _solve(
+        features=features[usual],
+        times=times[usual],
+        noise=noise[usual],
+        prior=prior,
+        deviations=deviations,
+    )
+    return _RobustFit(solved, covariance, deviation)
 
 
 def _solve(

@@ -334,9 +334,8 @@ class Server(ThreadingHTTPServer):
         are_listed = runs.keys() >= set(names)
         has_right_number = 1 <= len(names) <= MAX_COMPARED
         if not has_right_number or not are_listed:
-            raise ConfigError(
-                f"{', '.join(names)}: choose 1 to {MAX_COMPARED} runs that are in {self.root}"
-            )
+            asked = ", ".join(names) or "no run"
+            raise ConfigError(f"{asked}: choose 1 to {MAX_COMPARED} runs that are in {self.root}")
         return {name: runs[name] for name in names}
 
     def make(self, kind: str, folders: Sequence[Path]) -> str:
