@@ -170,3 +170,20 @@ def test_what_workers_print_and_log_carries_their_pool_and_rank(
     output = runs["leave"].output
     for line in (f"hello from {pool}", f"INFO a.role: logged hello from {pool}"):
         assert re.search(rf"\({pool}/0 pid=\d+\)\S* {line}\n", output)
+
+
+TWO_RAYS = """
+from rolepool.cluster.connection import local_ray
+
+for _ in range(2):
+    with local_ray(num_cpus=1, num_gpus=0):
+        pass
+"""
+
+
+def test_a_process_can_start_a_ray_after_the_end_of_another() -> None:
+    command = [sys.executable, "-c", TWO_RAYS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    # Ray says this if it is told where an earlier Ray kept its files.
+    assert "object spilling" not in ended.stderr

@@ -116,6 +116,10 @@ def _init_ray(**options: Unpack[_RayOptions]) -> None:
     # no effect.
     joins_clusters = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = not is_local
+    if "_system_config" in options:
+        # A copy, because Ray writes into it where this Ray keeps its files, and the next one of this
+        # process would look for that folder.
+        options["_system_config"] = dict(options["_system_config"])
     try:
         with _variables_set(WORKER_VARIABLES if is_local else {}):
             ray.init(logging_level=logging.WARNING, runtime_env=environment, **options)
