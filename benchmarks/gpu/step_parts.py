@@ -91,6 +91,8 @@ class Ended:
 
     fine: bool = False
     gpu_gib: float | None = None
+    began_s: float = 0.0
+    """When it was started, in seconds since the epoch."""
     seconds: float = 0.0
 
 
@@ -218,10 +220,10 @@ def run_process(
     shutil.rmtree(run, ignore_errors=True)
     run.parent.mkdir(parents=True, exist_ok=True)
     log = log_of(run)
-    start_s = time.monotonic()
     with log.open("w", encoding="utf-8") as output, gpu.watch(ended):
         # Only what the part itself takes counts, and not the wait for memory of the part before.
         start_s = time.monotonic()
+        ended.began_s = time.time()
         process = subprocess.Popen(
             [sys.executable, *command],
             stdout=output,
