@@ -276,7 +276,7 @@ def make_data(case: Case, data: Path, num_prompts: int, timeout_s: float = TIMEO
         "--prompt-tokens",
         str(case.prompt_tokens),
         "--device",
-        case.device,
+        "cpu" if detect_gpu_memory() is None else "cuda",
         timeout_s=timeout_s,
     )
 
