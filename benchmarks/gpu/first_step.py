@@ -257,6 +257,18 @@ def run_turn(
     return read_turn(read_run(run), ended.began_s)
 
 
+def write_json(file: Path | None, turns: dict[str, Turn]) -> None:
+    """The turns so far."""
+    if file is None:
+        return
+    content = {
+        name: {**asdict(turn), "later_s": turn.later_s, "ratio": turn.ratio}
+        for name, turn in turns.items()
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
 def main() -> int:
     options = parse_options()
     for variable in COMPILER_FOLDERS:
@@ -271,14 +283,8 @@ def main() -> int:
         if turn is not None:
             turns[name] = turn
             show(name, turn, case)
+            write_json(options.json, turns)
     print(f"{time.monotonic() - start_s:.0f} s for all turns")
-    if options.json is not None:
-        content = {
-            name: {**asdict(turn), "later_s": turn.later_s, "ratio": turn.ratio}
-            for name, turn in turns.items()
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return 0 if len(turns) == len(options.turns) else 1
 
 

@@ -32,7 +32,8 @@ ROOT = HERE.parent.parent
 WARM_STEPS = 2
 """rolepool's first steps, which compile and capture, and are not counted."""
 SAMPLES_PER_S = 20
-SECONDS_TO_CLOSE = 60
+SECONDS_TO_FINISH = 10
+SECONDS_TO_CLOSE = 30
 SECONDS_TO_SETTLE = 20
 LINES_OF_A_FAILURE = 25
 STEPS_OF_PROMPTS = 8
@@ -235,12 +236,11 @@ def run_process(
             how = f"ended with {process.wait(timeout_s)}"
         except subprocess.TimeoutExpired:
             how = f"was stopped after {timeout_s:.0f} s"
-            process.send_signal(signal.SIGINT)  # it closes its worker processes
-            try:
-                process.wait(SECONDS_TO_CLOSE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            interrupt(process)
+        except BaseException:
+            # Who ends this benchmark wants its training to end, too.
+            interrupt(process)
+            raise
         ended.seconds = time.monotonic() - start_s
     ended.fine = process.returncode == 0
     if ended.fine:
@@ -253,6 +253,20 @@ def run_process(
         print(f"    {line}")
     sys.stdout.flush()
     return ended
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    """End a part. After the first signal a training finishes its step and closes its processes, and
+    after the second one it closes them at once."""
+    for wait_s in (SECONDS_TO_FINISH, SECONDS_TO_CLOSE):
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(wait_s)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+    process.kill()
+    process.wait()
 
 
 def ran_out_of_memory(run: Path) -> bool:

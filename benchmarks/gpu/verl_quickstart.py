@@ -134,7 +134,7 @@ def main() -> int:
         ended = run_process(part, command, run, options.timeout_s, gpu)
         if ended.fine:
             results[part] = read_rolepool(run, ended.gpu_gib, work)
-    write_json(options.json, work, results)
+            write_json(options.json, work, results)
     if results:
         print_summary(results, work.num_rows)
         print(f"goal: a step in less than {GOAL_S:g} s")
