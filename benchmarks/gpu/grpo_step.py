@@ -47,6 +47,7 @@ from step_parts import (
     Work,
     data_of,
     make_data,
+    print_steps,
     print_summary,
     print_times,
     ran_out_of_memory,
@@ -218,6 +219,7 @@ def main() -> int:
         if results:
             print_summary(results, work.num_rows)
             print(GOAL)
+            print_steps(results)
             print_times(results)
             print_more(results)
     return 0 if len(results) == len(options.parts) else 1

@@ -63,6 +63,7 @@ from step_parts import (
     Work,
     data_of,
     make_data,
+    print_steps,
     print_summary,
     print_times,
     ran_out_of_memory,
@@ -233,6 +234,7 @@ def main() -> int:
         if results:
             print_summary(results, work.num_rows)
             print(GOALS)
+            print_steps(results)
             print_times(results)
     return 0 if all(fine) else 1
 

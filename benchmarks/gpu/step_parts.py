@@ -411,6 +411,13 @@ def print_summary(results: dict[str, Measured], num_rows: int) -> None:
         print(f"{name:15}" + "".join(f"{cell:>11}" for cell in cells))
 
 
+def print_steps(results: Mapping[str, Measured]) -> None:
+    """All steps, the first ones included."""
+    for name, one in results.items():
+        steps = "  ".join(f"{seconds:.3f}" for seconds in one.steps_s)
+        print(f"{name}: steps without compiling and capturing: {steps}")
+
+
 def print_times(results: dict[str, Measured]) -> None:
     """Where each spends its time. Operations of pools side by side overlap, and then add up to more
     than the step."""
@@ -424,9 +431,6 @@ def print_times(results: dict[str, Measured]) -> None:
             values = [one.seconds.get(key) for one in sides.values()]
             cells = ["-" if value is None else f"{value:.4f}" for value in values]
             print(f"{key:20}" + "".join(f"{cell:>16}" for cell in cells))
-    for name, one in ours.items():
-        steps = "  ".join(f"{seconds:.3f}" for seconds in one.steps_s)
-        print(f"{name}: steps without compiling and capturing: {steps}")
 
 
 def write_json(file: Path | None, work: Work, results: Mapping[str, Measured]) -> None:

@@ -36,6 +36,7 @@ from step_parts import (
     Work,
     data_of,
     make_data,
+    print_steps,
     print_summary,
     print_times,
     read_rolepool,
@@ -138,6 +139,7 @@ def main() -> int:
     if results:
         print_summary(results, work.num_rows)
         print(f"goal: a step in less than {GOAL_S:g} s")
+        print_steps(results)
         print_times(results)
     return 0 if len(results) == len(options.parts) else 1
 
