@@ -6,17 +6,18 @@
     python benchmarks/gpu/all_rows.py --tiny       the same programs with small models on the CPU
 
 Each row is a program in a process of its own, with a limit of its own; --limit is that of all
-together. A row that fails or exceeds its limit does not stop the others, and what it has measured
-until then counts. Figures and the end of what each row printed are written to --json after every
-row. A later call with the same file keeps the rows that it does not run, so the rows can be measured
-in several short calls. The table at the end has all rows of the file.
+together, and a row that is stopped may take a minute more to end. A row that fails or is stopped
+does not stop the others, and what it has measured until then counts. Figures and the end of what
+each row printed are written to --json after every row. A later call with the same file keeps the
+rows that it does not run, so the rows can be measured in several short calls. The table at the end
+has all rows of the file.
 
-Rows that need a folder or a library that is not given are skipped:
+Folders and libraries that some rows need:
 
     --trl-116, --trl-112   `pip install --no-deps --target FOLDER trl==1.16.0 accelerate`, and the
                            same with trl==1.12.0. Without them, rolepool's side runs alone
     --nccl                 a libnccl.so.2 from version 2.30 on, with which several ranks can use one
-                           GPU: for the row `weights`
+                           GPU: for the row `weights`, which is skipped without
     --model                a folder with SmolLM2-135M-Instruct, for `start`; random weights without
 """
 
@@ -246,87 +247,66 @@ def shape(name: str) -> str:
     return f"recipes/shapes/{name}"
 
 
+JSON = ("--json", "{json}")
+
+
 def all_rows(options: argparse.Namespace) -> dict[str, Row]:
-    """The rows by name, those that say most first."""
-    json_file = ("--json", "{json}")
+    """The rows by name, in the order in which they run."""
+    rows = trl_rows(options) | start_rows(options) | step_rows() | training_rows()
+    rows |= memory_rows() | weight_rows(options)
+    return {name: rows[name] for name in ORDER}
+
+
+ORDER = (
+    "grpo",
+    "ppo",
+    "start",
+    "decode",
+    "quickstart",
+    "long-rows",
+    "update-3b",
+    "pools",
+    "snapshots",
+    "seven",
+    "first-step",
+    "weights",
+)
+"""Those that say most come first, and `snapshots` after `ppo`, which leaves compiled code."""
+
+
+def trl_rows(options: argparse.Namespace) -> dict[str, Row]:
+    """Steps beside those of TRL, if it is given."""
     grpo_parts, ppo_parts = "standard,bypass", "standard,bypass,defaults"
-    trl_116: tuple[str, ...] = ()
-    trl_112: tuple[str, ...] = ()
+    grpo_site: tuple[str, ...] = ()
+    ppo_site: tuple[str, ...] = ()
     if options.trl_116 is not None:
         grpo_parts += ",trl"
-        trl_116 = ("--trl-site", str(options.trl_116))
+        grpo_site = ("--trl-site", str(options.trl_116))
     if options.trl_112 is not None:
         ppo_parts += ",trl"
-        trl_112 = ("--trl-site", str(options.trl_112))
-    grpo = (gpu_script("grpo_step"), "--parts", grpo_parts, *trl_116, *json_file)
-    ppo = (gpu_script("ppo_step"), "--parts", ppo_parts, *trl_112, *json_file)
-    start = (gpu_script("first_step"), "--case", "smollm2-135m", *json_file)
-    real = ()
-    if options.model is not None:
-        real = ("--model", str(options.model))
-    first = (gpu_script("first_step"), "--case", "qwen2.5-1.5b", *json_file)
-    quickstart = (gpu_script("verl_quickstart"), *json_file)
-    pools = (gpu_script("ppo_step"), "--shape", "qwen2.5-3b", "--num-prompts", "64")
-    pools += ("--steps", "4", "--parts", "defaults,mps_defaults", *json_file)
-    snapshots = (gpu_script("ppo_step"), "--parts", "no_snapshots,standard")
-    snapshots += ("--steps", "6", *json_file)
-    long_rows = (gpu_script("training"), "--alone", *json_file)
-    decode = (gpu_script("decode"), *json_file)
-    seven = (gpu_script("plan_memory_runs"), "--cases", "deepseek-llm-7b", *json_file)
-    weights = ("benchmarks/weight_transfer.py", *json_file)
+        ppo_site = ("--trl-site", str(options.trl_112))
+    grpo = (gpu_script("grpo_step"), "--parts", grpo_parts, *grpo_site, *JSON)
+    ppo = (gpu_script("ppo_step"), "--parts", ppo_parts, *ppo_site, *JSON)
+    few = ("--tiny", "--steps=3")
     return {
-        "grpo": Row(
-            "a GRPO step beside TRL's", grpo, 300, read_grpo, (*grpo, "--tiny", "--steps", "3")
-        ),
-        "ppo": Row("a PPO step beside TRL's", ppo, 420, read_ppo, (*ppo, "--tiny", "--steps", "3")),
+        "grpo": Row("a GRPO step beside TRL's", grpo, 300, read_grpo, (*grpo, *few)),
+        "ppo": Row("a PPO step beside TRL's", ppo, 420, read_ppo, (*ppo, *few)),
+    }
+
+
+def start_rows(options: argparse.Namespace) -> dict[str, Row]:
+    start = (gpu_script("first_step"), "--case=smollm2-135m", *JSON)
+    first = (gpu_script("first_step"), "--case=qwen2.5-1.5b", *JSON)
+    real: tuple[str, ...] = ()
+    if options.model is not None:
+        real = (f"--model={options.model}",)
+    return {
         "start": Row(
-            "from the command to the first step",
+            "from the command to the end of the first step",
             (*start, *real),
             200,
             read_start,
             (*start, "--tiny"),
-        ),
-        "decode": Row(
-            "decode steps and their bytes", decode, 200, read_decode, (*decode, "--tiny")
-        ),
-        "quickstart": Row(
-            "verl's quickstart",
-            quickstart,
-            300,
-            read_quickstart,
-            (*quickstart, "--tiny", "--steps", "3"),
-        ),
-        "long-rows": Row(
-            "training alone, rows of 16,384 tokens, 0.6B",
-            (*long_rows, "--shape", shape("qwen3-0.6b"), "--row-tokens=16384", "--rows=16"),
-            120,
-            read_long_rows,
-            (*long_rows, "--tiny"),
-        ),
-        "update-3b": Row(
-            "update_actor, 3B",
-            (*long_rows, "--shape", shape("qwen2.5-3b"), "--default-keys"),
-            150,
-            read_update,
-            (*long_rows, "--tiny", "--default-keys"),
-        ),
-        "pools": Row(
-            "two pools on one GPU, 3B",
-            (*pools, "trainer.snapshot_freq=-1"),
-            240,
-            read_pools,
-            # MPS needs a GPU, so the figure has none on a CPU.
-            (gpu_script("ppo_step"), "--tiny", "--steps=3", "--parts=split_defaults", *json_file),
-        ),
-        "snapshots": Row(
-            "the first snapshots", snapshots, 200, read_snapshots, (*snapshots, "--tiny")
-        ),
-        "seven": Row(
-            "7B on one GPU with offload",
-            (*seven, "--folder", str(folder_of_models() / "plan_memory")),
-            540,
-            read_seven,
-            (*seven, "--tiny", "--folder", "runs/plan_memory_tiny", "--steps", "2"),
         ),
         "first-step": Row(
             "the first step of 1.5B with responses of 8,192 tokens",
@@ -335,25 +315,85 @@ def all_rows(options: argparse.Namespace) -> dict[str, Row]:
             read_first_step,
             (*first, "--tiny"),
         ),
+    }
+
+
+def step_rows() -> dict[str, Row]:
+    """Steps of rolepool alone."""
+    ppo = gpu_script("ppo_step")
+    quickstart = (gpu_script("verl_quickstart"), *JSON)
+    snapshots = (ppo, "--parts=no_snapshots,standard", "--steps=6", *JSON)
+    pools = (ppo, "--shape=qwen2.5-3b", "--num-prompts=64", "--steps=4")
+    return {
+        "quickstart": Row(
+            "verl's quickstart",
+            quickstart,
+            300,
+            read_quickstart,
+            (*quickstart, "--tiny", "--steps=3"),
+        ),
+        "pools": Row(
+            "two pools on one GPU, 3B",
+            (*pools, "--parts=defaults,mps_defaults", *JSON, "trainer.snapshot_freq=-1"),
+            240,
+            read_pools,
+            # There is no MPS on a CPU, so this only runs the parts, and has no figure.
+            (ppo, "--tiny", "--steps=3", "--parts=split_defaults", *JSON),
+        ),
+        "snapshots": Row(
+            "the first snapshots", snapshots, 200, read_snapshots, (*snapshots, "--tiny")
+        ),
+    }
+
+
+def training_rows() -> dict[str, Row]:
+    """Generation and updates without the rest of a step."""
+    decode = (gpu_script("decode"), *JSON)
+    training = (gpu_script("training"), "--alone", *JSON)
+    return {
+        "decode": Row(
+            "decode steps and their bytes", decode, 200, read_decode, (*decode, "--tiny")
+        ),
+        "long-rows": Row(
+            "training alone, rows of 16,384 tokens, 0.6B",
+            (*training, f"--shape={shape('qwen3-0.6b')}", "--row-tokens=16384", "--rows=16"),
+            120,
+            read_long_rows,
+            (*training, "--tiny"),
+        ),
+        "update-3b": Row(
+            "update_actor, 3B",
+            (*training, f"--shape={shape('qwen2.5-3b')}", "--default-keys"),
+            150,
+            read_update,
+            (*training, "--tiny", "--default-keys"),
+        ),
+    }
+
+
+def memory_rows() -> dict[str, Row]:
+    seven = (gpu_script("plan_memory_runs"), "--cases", "deepseek-llm-7b", *JSON)
+    return {
+        "seven": Row(
+            "7B on one GPU with offload",
+            (*seven, f"--folder={folder_of_models() / 'plan_memory'}"),
+            540,
+            read_seven,
+            (*seven, "--tiny", "--folder=runs/plan_memory_tiny", "--steps=2"),
+        ),
+    }
+
+
+def weight_rows(options: argparse.Namespace) -> dict[str, Row]:
+    weights = ("benchmarks/weight_transfer.py", *JSON)
+    large = (f"--shape={shape('deepseek-llm-7b-chat')}", "--rates=1e-6", "--shares=0.01")
+    return {
         "weights": Row(
             "7B weights to another pool",
-            (
-                *weights,
-                "--device=cuda",
-                "--shape",
-                shape("deepseek-llm-7b-chat"),
-                "--rates",
-                "1e-6",
-                "--shares",
-                "0.01",
-                "--rounds",
-                "3",
-                "--limit",
-                "280",
-            ),
+            (*weights, "--device=cuda", *large, "--rounds=3", "--limit=280"),
             300,
             read_weights,
-            (*weights, "--shape", shape("qwen2-tiny"), "--rounds", "1"),
+            (*weights, f"--shape={shape('qwen2-tiny')}", "--rounds=1"),
             needs="nccl",
             variables=(("LD_PRELOAD", str(options.nccl)),),
         ),
