@@ -345,8 +345,9 @@ def main() -> int:
     if options.device == "cuda":
         lanes.NUM_GPUS = num_processes
         lanes.share_one_gpu()
-    # Worker processes import the classes of this file.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(Path(__file__).parent)])
+    # Worker processes import the classes of this file, and what the user's folders have.
+    folders = [str(ROOT / "src"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
     num_params = sum(one.numel() for one in model_on_meta(shape, torch.bfloat16).parameters())
     results: dict[str, Any] = {"device": options.device, "parameters": num_params}
     results |= {key: getattr(options, key) for key in ("trainers", "engines", "tp", "rounds")}

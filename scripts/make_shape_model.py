@@ -7,6 +7,10 @@ Writes FOLDER/model (bf16 safetensors, and a tokenizer that takes every letter f
 show every token of the model) and FOLDER/train.jsonl, whose prompts are random letters, exactly
 --prompt-tokens each. The reward asks for one letter, which random weights do not find; responses
 hardly ever end before their limit.
+
+With --device cuda the weights are drawn on the GPU, which takes seconds for models of billions of
+parameters. They are other ones than those of --device cpu. A FOLDER in /dev/shm saves the time of
+writing them to a disk.
 """
 
 from __future__ import annotations
@@ -45,7 +49,9 @@ def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def write_model(shape: dict[str, object], tokenizer: PreTrainedTokenizerFast, folder: Path) -> int:
+def write_model(
+    shape: dict[str, object], tokenizer: PreTrainedTokenizerFast, folder: Path, device: str
+) -> int:
     """Returns the number of parameters."""
     torch.manual_seed(SEED)
     config = AutoConfig.for_model(
@@ -54,7 +60,8 @@ def write_model(shape: dict[str, object], tokenizer: PreTrainedTokenizerFast, fo
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return int(model.num_parameters())
@@ -85,10 +92,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--num-prompts", type=int, default=2048)
     parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options = parser.parse_args()
     shape = json.loads((options.shape / "config.json").read_text(encoding="utf-8"))
     folder = options.folder / "model"
-    num_params = write_model(shape, make_tokenizer(shape["vocab_size"]), folder)
+    num_params = write_model(shape, make_tokenizer(shape["vocab_size"]), folder, options.device)
     prompts = make_prompts(options.num_prompts, options.prompt_tokens)
     lengths = {len(ids) for ids in AutoTokenizer.from_pretrained(folder)(prompts)["input_ids"]}
     assert lengths == {options.prompt_tokens}, (

@@ -477,7 +477,8 @@ def main() -> int:
             traceback.print_exc()
             good = False
     if options.cases is None:
-        good = plan_memory_runs.run_cases(tiny=options.tiny) and good
+        cases = plan_memory_runs.TINY if options.tiny else plan_memory_runs.CASES
+        good = plan_memory_runs.run_cases(cases) and good
     return 0 if good else 1
 
 

@@ -1,6 +1,7 @@
 """What `rolepool plan` says about whole runs, against what the runs take on one GPU.
 
     python benchmarks/gpu/plan_memory_runs.py                         one rank, default keys, five models
+    python benchmarks/gpu/plan_memory_runs.py --cases deepseek-llm-7b --folder /dev/shm/plan [--steps 10]
     python benchmarks/gpu/plan_memory_runs.py --several-ranks         2 and 4 ranks on the same GPU, two shapes
         [--shapes 0.5b 1.5b] [--cases fsdp-2 fsdp-4 hsdp-2x2 pools-2+2 tp-2] [--at-once 3] [--limit 290] [--json FILE]
     python benchmarks/gpu/plan_memory_runs.py --several-ranks --device cpu --shapes tiny     no GPU, no verdict
@@ -11,7 +12,10 @@ Prompts have the largest length, and no response ends early. Compared are what `
 tensors of each process, without the 1 GiB that it adds for everything else, and the most that
 torch had allocated in the process. The exit code is 1 if a figure is more than 15% off.
 
-One rank: micro-batch sizes, checkpointing and cache are left to the program.
+One rank: micro-batch sizes, checkpointing and cache are left to the program. The case
+deepseek-llm-7b runs only if it is named: GRPO with a KL term, in which the optimizer's states are in
+host memory except during the update, and the reference except while it computes. It takes about 52
++ 13 GiB of host memory, and 13 GiB for the model's files: in /dev/shm they need no disk.
 
 Several ranks: NCCL 2.30 or later lets them share a GPU, and torch 2.11 has an older one, so the
 newer library must be preloaded (LD_PRELOAD). Every case gets a Ray of its own that counts GPUs
@@ -33,11 +37,12 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rolepool.config import Config, load_config
 from rolepool.placement import Plan, build_plan
@@ -59,6 +64,7 @@ STEPS = 2
 POLL_S = 0.2
 RESERVE_TIMEOUT_S = 30.0
 NUM_ERROR_LINES = 15
+SECONDS_TO_CLOSE = 60
 
 
 # Cases
@@ -73,6 +79,8 @@ class Case:
     words: tuple[str, ...] = ()
     device: str = "cuda"
     num_gpus: int = 1
+    steps: int = STEPS
+    timeout_s: float = TIMEOUT_S
 
 
 DYNAMIC = (
@@ -100,7 +108,25 @@ CASES = {
         ("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.use_kl_loss=true"),
     ),
 }
-TINY = {"tiny": Case("qwen2-tiny", 8, 16, 16, device="cpu")}
+OFFLOADED = (
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+    "actor_rollout_ref.ref.fsdp_config.param_offload=true",
+    # Two snapshots of 7 billion parameters are 154 GiB.
+    "trainer.snapshot_freq=-1",
+)
+LARGE = {
+    "deepseek-llm-7b": Case(
+        "deepseek-llm-7b-chat", 8, 512, 512, OFFLOADED, steps=10, timeout_s=480
+    ),
+}
+"""Cases that run only if they are named."""
+TINY = {
+    "tiny": Case("qwen2-tiny", 8, 16, 16, device="cpu"),
+    "deepseek-llm-7b": Case("qwen2-tiny", 2, 16, 16, OFFLOADED, device="cpu", steps=10),
+}
 
 
 @dataclass(frozen=True)
@@ -203,7 +229,7 @@ def words_of(case: Case, data: Path, run: Path) -> list[str]:
         "actor_rollout_ref.rollout.ignore_eos=true",
         "trainer.n_gpus_per_node=1",
         f"trainer.device={case.device}",
-        f"trainer.total_training_steps={STEPS}",
+        f"trainer.total_training_steps={case.steps}",
         "trainer.val_before_train=false",
         "trainer.save_freq=-1",
         f"trainer.default_local_dir={run}",
@@ -219,13 +245,22 @@ def environment() -> dict[str, str]:
 
 
 def call(*words: str, timeout_s: float = TIMEOUT_S) -> None:
-    subprocess.run(
-        [sys.executable, *words],
-        env=environment(),
-        timeout=timeout_s,
-        check=True,
-        stdout=sys.stderr,
-    )
+    """Run Python with these words. What has not ended in time is interrupted, so that a training
+    ends its processes."""
+    command = [sys.executable, *words]
+    process = subprocess.Popen(command, env=environment(), stdout=sys.stderr)
+    try:
+        code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(SECONDS_TO_CLOSE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        raise
+    if code != 0:
+        raise subprocess.CalledProcessError(code, command)
 
 
 def make_data(case: Case, data: Path, num_prompts: int, timeout_s: float = TIMEOUT_S) -> None:
@@ -240,6 +275,8 @@ def make_data(case: Case, data: Path, num_prompts: int, timeout_s: float = TIMEO
         str(num_prompts),
         "--prompt-tokens",
         str(case.prompt_tokens),
+        "--device",
+        "cpu" if detect_gpu_memory() is None else "cuda",
         timeout_s=timeout_s,
     )
 
@@ -378,56 +415,57 @@ def in_gib(num_bytes: int) -> float:
 # One rank
 
 
-def measure(name: str, case: Case, folder: Path) -> bool:
-    """Whether the plan is close enough."""
+def measure(name: str, case: Case, folder: Path) -> dict[str, Any]:
+    """Train the case, and compare."""
     data, run_folder = folder / f"{case.shape}_{case.prompt_tokens}", folder / f"run_{name}"
     start_s = time.monotonic()
-    make_data(case, data, case.num_prompts * STEPS)
+    make_data(case, data, case.num_prompts * case.steps)
+    made_s = time.monotonic() - start_s
     words = words_of(case, data, run_folder)
     config = load_config([], words).config
     estimate = estimate_memory(config, build_plan(config), detect_gpu_memory())
     (pool,) = estimate.pools.values()
-    call("-m", "rolepool", "train", *words)
+    call("-m", "rolepool", "train", *words, timeout_s=case.timeout_s)
     run = read_run(run_folder)
     taken = max(row["perf/max_memory_allocated_gb"] for row in run.metrics.values())
     planned = tensors_of(pool) / GIB
     sizes = {operation: size.tokens for operation, size in estimate.micro_batches.items()}
-    print(
-        json.dumps(
-            {
-                "case": name,
-                "planned_gib": round(planned, 2),
-                "least_gib": in_gib(pool.least - PROCESS_OVERHEAD_BYTES),
-                "planned_peak_role": pool.peak_role,
-                "planned_by_role": {
-                    role: in_gib(memory.working) for role, memory in pool.roles.items()
-                },
-                "measured_gib": round(taken, 2),
-                "gpu_in_use_gib": most_in_use(run),
-                "ratio": round(planned / taken, 3) if taken else None,
-                "measured_by_operation": peaks(run),
-                "micro_batch_tokens": sizes,
-                "seconds": round(time.monotonic() - start_s),
-            }
-        ),
-        flush=True,
-    )
-    return case.device == "cpu" or abs(planned - taken) <= ALLOWED * taken
+    result = {
+        "case": name,
+        "planned_gib": round(planned, 2),
+        "least_gib": in_gib(pool.least - PROCESS_OVERHEAD_BYTES),
+        "planned_peak_role": pool.peak_role,
+        "planned_by_role": {role: in_gib(memory.working) for role, memory in pool.roles.items()},
+        "measured_gib": round(taken, 2),
+        "gpu_in_use_gib": most_in_use(run),
+        "ratio": round(planned / taken, 3) if taken else None,
+        "is_close": case.device == "cpu" or abs(planned - taken) <= ALLOWED * taken,
+        "measured_by_operation": peaks(run),
+        "micro_batch_tokens": sizes,
+        "steps_s": [row["timing_s/step"] for row in run.metrics.values() if "timing_s/step" in row],
+        "seconds_of_making_the_model": round(made_s),
+        "seconds": round(time.monotonic() - start_s),
+    }
+    print(json.dumps(result), flush=True)
+    return result
 
 
 def run_cases(
-    names: Iterable[str] = CASES, *, tiny: bool = False, folder: Path = Path("runs/plan_memory")
+    cases: Mapping[str, Case], folder: Path = Path("runs/plan_memory"), file: Path | None = None
 ) -> bool:
     """Whether the plan is close enough in every case."""
-    good = True
-    for name, case in TINY.items() if tiny else ((name, CASES[name]) for name in names):
+    results: list[dict[str, Any]] = []
+    for name, case in cases.items():
         try:
-            good = measure(name, case, folder) and good
+            results.append(measure(name, case, folder))
         except (subprocess.SubprocessError, OSError) as error:
             print(f"{name}: {error}", flush=True)
-            good = False
-    print("every figure is within 15%" if good else "NOT every figure is within 15%")
-    return good
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    is_good = len(results) == len(cases) and all(result["is_close"] for result in results)
+    print("every figure is within 15%" if is_good else "NOT every figure is within 15%")
+    return is_good
 
 
 # Several ranks
@@ -644,12 +682,26 @@ def show(result: Result, has_gpu: bool) -> None:
     sys.stdout.flush()
 
 
+def chosen_cases(options: argparse.Namespace) -> dict[str, Case]:
+    """The cases of one rank that are asked for."""
+    cases = CASES | LARGE
+    names = options.cases or list(CASES)
+    if options.tiny:
+        cases = TINY
+        names = [name for name in options.cases or TINY if name in TINY]
+    steps: dict[str, Any] = {}
+    if options.steps is not None:
+        steps["steps"] = options.steps
+    return {name: replace(cases[name], **steps) for name in names}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", nargs="*", choices=[*CASES, *LAYOUTS])
+    parser.add_argument("--cases", nargs="*", choices=[*CASES, *LARGE, *LAYOUTS])
     parser.add_argument("--folder", type=Path, default=Path("runs/plan_memory"))
+    parser.add_argument("--steps", type=int, help="one rank: of each case; default: 2, or 10")
     parser.add_argument("--tiny", action="store_true", help="one rank: a small model on the CPU")
     parser.add_argument("--several-ranks", action="store_true", help="2 and 4 ranks on one GPU")
     parser.add_argument("--shapes", nargs="*", default=["0.5b", "1.5b"], choices=list(SHAPES))
@@ -671,12 +723,11 @@ def main() -> int:
     if options.train_from:
         return train_in_own_ray(options.train_from)
     options.folder = options.folder.resolve()
-    known = LAYOUTS if options.several_ranks else CASES
+    known: Mapping[str, object] = LAYOUTS if options.several_ranks else CASES | LARGE
     if wrong := [name for name in options.cases or [] if name not in known]:
         parser.error(f"--cases {' '.join(wrong)}: here they are {', '.join(known)}")
     if not options.several_ranks:
-        names = options.cases or list(CASES)
-        return 0 if run_cases(names, tiny=options.tiny, folder=options.folder) else 1
+        return 0 if run_cases(chosen_cases(options), options.folder, options.json) else 1
     start_s = time.monotonic()
     results = measure_several(options)
     good = [result.is_good(options) for result in results]

@@ -23,7 +23,7 @@ from typing import Any
 import ray
 import torch
 
-from rolepool.command_line import load_words
+from rolepool.config import load_config
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, step_bounds
 from rolepool.report.run import read_run
 from rolepool.trainer.loop import Observer, Trainer
@@ -291,13 +291,15 @@ def report(folder: Path, *, on_gpu: bool) -> str:
     for step, found in ((GPU_STEP, gpu_only), (ALL_STEP, everything)):
         if found is None:
             lines.append(
-                f"step {step}: the profiler recorded no kernels in it; see output.txt and {trace_of(folder, step)}"
+                f"step {step}: the profiler recorded no kernels in it; see what it printed and {trace_of(folder, step)}"
             )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    loaded = load_words([*sys.argv[1:], f"trainer.total_training_steps={LAST_STEP}"])
+    words = [*sys.argv[1:], f"trainer.total_training_steps={LAST_STEP}"]
+    files = [word for word in words if "=" not in word]
+    loaded = load_config(files, [word for word in words if "=" in word])
     on_gpu = loaded.config.trainer.device != "cpu"
     trainer = ProfiledTrainer(loaded)
     trainer.observer = Switch(trainer, on_gpu)

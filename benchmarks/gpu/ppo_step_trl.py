@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +25,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    TrainerCallback,
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+from trl_clock import Clock
 
 VERSION = "1.12.0"
 """The last release that has a PPOTrainer, and the one whose functions are wrapped below."""
@@ -58,24 +57,13 @@ class RuleReward(nn.Module):
         self.score = nn.Identity()
 
 
-class Clock(TrainerCallback):
-    """When the steps' phases began, by the time the GPU had done all before."""
+class PhaseClock(Clock):
+    """Marks the phases of a step of the PPOTrainer."""
 
     def __init__(self) -> None:
-        self.marks: list[tuple[str, float]] = []
+        super().__init__()
         self.generated: tuple[int, ...] = ()
         """Rows and tokens of the last rollouts, prompts included."""
-
-    def mark(self, name: str) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.marks.append((name, time.perf_counter()))
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.mark("rest")
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.mark("end")
 
     def listen(self) -> None:
         generate, forward = ppo_trainer.batch_generation, ppo_trainer.forward
@@ -94,18 +82,8 @@ class Clock(TrainerCallback):
 
         ppo_trainer.batch_generation, ppo_trainer.forward = marked_generation, marked_forward
 
-    def steps(self) -> list[dict[str, float]]:
-        """Seconds by phase; a step goes from generation to generation."""
-        found: list[dict[str, float]] = []
-        for (name, start_s), (_, end_s) in zip(self.marks, self.marks[1:], strict=False):
-            if name == "generation":
-                found.append({"step": 0.0})
-            found[-1][name] = end_s - start_s
-            found[-1]["step"] += end_s - start_s
-        return found
 
-
-def make_trainer(options: argparse.Namespace, clock: Clock) -> PPOTrainer:
+def make_trainer(options: argparse.Namespace, clock: PhaseClock) -> PPOTrainer:
     model = options.data / "model"
     dtype = "float32" if options.cpu else "auto"  # bf16, as it was saved; not every CPU has that
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -162,7 +140,7 @@ def main() -> None:
     if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(1)
-    clock = Clock()
+    clock = PhaseClock()
     trainer = make_trainer(options, clock)
     clock.listen()
     trainer.train()
@@ -175,6 +153,7 @@ def main() -> None:
         f"rollouts of {args.local_rollout_forward_batch_size}, {' x '.join(map(str, clock.generated))} tokens in all"
     )
     peak = 0 if options.cpu else torch.cuda.max_memory_allocated()
+    options.result.parent.mkdir(parents=True, exist_ok=True)
     result = {"setting": setting, "steps": clock.steps(), "torch_gib": peak / GIB}
     options.result.write_text(json.dumps(result), encoding="utf-8")
 

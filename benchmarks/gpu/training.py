@@ -3,6 +3,7 @@ matmul rate, memory.
 
     python benchmarks/gpu/training.py [--shape recipes/shapes/qwen2.5-0.5b] [--max-tokens 20480] [--profile]
     python benchmarks/gpu/training.py --shape recipes/shapes/qwen3-0.6b --row-tokens 16384 --rows 16 --alone
+    python benchmarks/gpu/training.py --shape recipes/shapes/qwen2.5-3b --alone --default-keys
     python benchmarks/gpu/training.py --tiny      a small model on the CPU, to try the script out
 
 Rows of many lengths go through the roles as a run would send them: 4 mini-batches, packed, passes
@@ -13,7 +14,9 @@ causal attention, and are of what an 8192-cubed bf16 product reaches in the same
 --repeats after a first that warms up.
 
 With --row-tokens all rows have this length. With --alone only the actor is measured, without the
-plain way and without its gradients in fp32, which long rows have no memory for.
+plain way and without its gradients in fp32, which long rows have no memory for. With --default-keys
+the micro-batches are those that the plan chooses for a run of PPO with all roles in one pool. The
+share of the peak is that of the GPU's published rate in 16 bits.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,8 +46,10 @@ from rolepool.config import Config, load_config
 from rolepool.config.model_files import ModelShape, read_shape
 from rolepool.models.loading import load_critic, load_policy
 from rolepool.models.micro_batches import by_rows
-from rolepool.models.training import TrainedModel
-from rolepool.placement import ParallelDims
+from rolepool.models.training import TrainedModel, model_utilization
+from rolepool.placement import ParallelDims, build_plan
+from rolepool.placement.estimate import MicroBatch, estimate_memory
+from rolepool.placement.hardware import detect_gpu_memory
 from rolepool.protocol import DataProto, ragged, unpad
 from rolepool.protocol.columns import lengths_of
 from rolepool.protocol.worker import WorkerContext, made_in
@@ -74,6 +79,8 @@ class Setting:
     profile: bool
     alone: bool
     """Whether only this side's actor is measured."""
+    micro_batches: Mapping[str, MicroBatch] | None
+    """Those of the plan; None uses the keys of the config."""
 
     def flops(self, per_param: int) -> float:
         lengths = lengths_of(self.data.batch["input_ids"]).double()
@@ -185,7 +192,8 @@ def show_profile(setting: Setting, name: str, action: Callable[[], object]) -> N
 
 def measure_actor(setting: Setting, results: Results) -> None:
     with made_in(WorkerContext(role="actor", device=setting.device)):
-        actor = Actor(setting.config, ActorSetup(num_training_steps=10))
+        setup = ActorSetup(num_training_steps=10, micro_batches=setting.micro_batches)
+        actor = Actor(setting.config, setup)
     data = setting.data
 
     results.times.setdefault("compute_log_prob", {})["rolepool"] = measure(
@@ -204,7 +212,8 @@ def measure_actor(setting: Setting, results: Results) -> None:
 
 def measure_critic(setting: Setting, results: Results) -> None:
     with made_in(WorkerContext(role="critic", device=setting.device)):
-        critic = Critic(setting.config, TrainingSetup(num_training_steps=10))
+        of_critic = TrainingSetup(num_training_steps=10, micro_batches=setting.micro_batches)
+        critic = Critic(setting.config, of_critic)
     results.times.setdefault("compute_values", {})["rolepool"] = measure(
         setting, lambda: critic.compute_values(setting.data)
     )
@@ -411,6 +420,42 @@ def show(setting: Setting, results: Results, rate: float) -> None:
             )
 
 
+def figures_of(setting: Setting, results: Results, rate: float) -> dict[str, dict[str, Any]]:
+    """What this side reached, by operation."""
+    lengths = lengths_of(setting.data.batch["input_ids"])
+    gpu = torch.cuda.get_device_name() if setting.device == "cuda" else ""
+    figures: dict[str, dict[str, Any]] = {}
+    for name, sides in results.times.items():
+        if "rolepool" not in sides:
+            continue
+        ours = sides["rolepool"]
+        share_of_peak = None
+        if name.startswith("update"):
+            share_of_peak = model_utilization(setting.shape, lengths, ours.median_s, gpu)
+        achieved = setting.flops(6 if name.startswith("update") else 2) / ours.median_s
+        figures[name] = {
+            "first_s": ours.first_s,
+            "median_s": ours.median_s,
+            "tokens_per_s": int(lengths.sum()) / ours.median_s,
+            "share_of_matmul_rate": achieved / rate,
+            "share_of_peak": share_of_peak,
+            "peak_gib": ours.peak_bytes / GIB,
+        }
+    return figures
+
+
+def size_keys(options: argparse.Namespace) -> list[str]:
+    """The keys of the sizes of micro-batches."""
+    if options.default_keys:
+        return []
+    return [
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={options.max_tokens}",
+        "critic.use_dynamic_bsz=true",
+        f"critic.ppo_max_token_len_per_gpu={options.max_tokens}",
+    ]
+
+
 def make_setting(options: argparse.Namespace, folder: Path) -> Setting:
     content = json.loads((options.shape / "config.json").read_text(encoding="utf-8"))
     torch.manual_seed(0)
@@ -423,7 +468,8 @@ def make_setting(options: argparse.Namespace, folder: Path) -> Setting:
     longest = options.row_tokens or (32 if options.tiny else 512)
     shortest = options.row_tokens or longest // 8
     rows = 16 if options.tiny else options.rows
-    recompute = str(options.recompute).lower()
+    # With the default, true, the plan recomputes activations only if they do not fit.
+    recompute = str(options.recompute or options.default_keys).lower()
     config = load_config(
         [],
         [
@@ -434,12 +480,18 @@ def make_setting(options: argparse.Namespace, folder: Path) -> Setting:
             f"data.max_prompt_length={longest // 4}",
             f"data.max_response_length={longest - longest // 4}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={rows // MINI_BATCHES}",
-            "actor_rollout_ref.actor.use_dynamic_bsz=true",
-            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={options.max_tokens}",
-            "critic.use_dynamic_bsz=true",
-            f"critic.ppo_max_token_len_per_gpu={options.max_tokens}",
+            f"trainer.device={device}",
+            "trainer.n_gpus_per_node=1",
+            *size_keys(options),
         ],
     ).config
+    micro_batches = None
+    if options.default_keys:
+        memory = estimate_memory(config, build_plan(config), detect_gpu_memory())
+        micro_batches = memory.micro_batches
+        for operation, size in micro_batches.items():
+            how = {None: "", True: ", recomputed", False: ", activations kept"}[size.recomputes]
+            print(f"{operation}: up to {size.tokens} tokens{how}")
     data = make_rows(rows, shortest, longest, content["vocab_size"])
     return Setting(
         model=folder,
@@ -452,6 +504,7 @@ def make_setting(options: argparse.Namespace, folder: Path) -> Setting:
         repeats=options.repeats,
         profile=options.profile,
         alone=options.alone,
+        micro_batches=micro_batches,
     )
 
 
@@ -471,6 +524,10 @@ def main() -> int:
     )
     parser.add_argument("--row-tokens", type=int, help="of all rows; default: 64 to 512")
     parser.add_argument("--recompute", action="store_true", help="activations are not kept")
+    parser.add_argument(
+        "--default-keys", action="store_true", help="micro-batches that the plan chooses"
+    )
+    parser.add_argument("--json", type=Path, help="write all results to this file")
     parser.add_argument("--alone", action="store_true", help="only the actor, and no plain way")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
     options = parser.parse_args()
@@ -503,7 +560,15 @@ def main() -> int:
             if setting.device == "cuda":
                 torch.cuda.empty_cache()
             print(f"{step.__name__}: {time.perf_counter() - start_s:.1f} s", flush=True)
+        figures = figures_of(setting, results, rate)
         show(setting, results, rate)
+        for name, one in figures.items():
+            peak = one["share_of_peak"]
+            of_peak = "" if peak is None else f", {peak:.1%} of the GPU's peak"
+            print(f"{name}: {one['tokens_per_s']:,.0f} tokens/s{of_peak}")
+        if options.json is not None:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
         dist.destroy_process_group()
     return min(failed, 1)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +13,7 @@ from types import ModuleType
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
+from commands import load_gpu_benchmark
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.metrics.spans import Part, Recorded, Span
 
@@ -24,18 +23,9 @@ BENCHMARK = "benchmarks/gpu/ppo_step.py"
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def module_of(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/gpu/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def profile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return module_of("ppo_step_profile", monkeypatch)
+    return load_gpu_benchmark("ppo_step_profile", monkeypatch)
 
 
 def test_a_part_that_fails_says_why_and_does_not_stop_the_others(
@@ -46,7 +36,7 @@ def test_a_part_that_fails_says_why_and_does_not_stop_the_others(
     ended = python(BENCHMARK, "--tiny", "--parts", "standard,split", *folders, "trainer.nodes=2")
     assert ended.returncode == 1
     for part in ("standard", "split"):
-        assert f"{part} ended with 2; the end of {tmp_path}/runs/{part}/output.txt:" in ended.stdout
+        assert f"{part} ended with 2; the end of {tmp_path}/runs/{part}.txt:" in ended.stdout
     assert ended.stdout.count("error: trainer.nodes=2: unknown key") == 2
 
 
@@ -64,16 +54,22 @@ def test_times_and_shares_are_those_of_the_steps_after_the_first_two(
             start_s,
             start_s,
             start_s + 6,
-            parts=(Part("fetch", 1.5),),
+            parts=(Part("fetch", 1.5), Part("prefill", 1.0, num_tokens=8)),
         )
         update = Span("pool", "actor", 0, "update_actor", start_s, start_s + 7, start_s + 10)
+        if step == 1:
+            update = update._replace(parts=(Part("compile", 60.0), Part("capture", 5.0)))
         folder.add_spans([Recorded(step, "gen", gen), Recorded(step, "update_actor", update)])
         seconds = {"timing_s/step": 100.0 if step < 3 else 10.0, "timing_s/gen": 6.0}
         folder.add_metrics(
             step,
             {**seconds, "pool/pool/peak_memory_gb": float(step), "pool/pool/utilization": 50.0},
         )
-    measured = module_of("ppo_step", monkeypatch).read_rolepool(tmp_path, 7.5)
+    benchmark = load_gpu_benchmark("step_parts", monkeypatch)
+    work = benchmark.Work("shape", num_prompts=2, prompt_tokens=4, new_tokens=4, num_samples=2)
+    measured = benchmark.read_rolepool(tmp_path, 7.5, work)
+    assert measured.steps_s == (35.0, 100.0, 10.0, 10.0, 10.0)  # without compiling and capturing
+    assert measured.prefilled == 0.5  # of 2 x 2 prompts of 4 tokens
     assert measured.seconds == {"step": 10.0, "gen": 6.0}
     assert (measured.torch_gib, measured.gpu_gib) == (5.0, 7.5)
     assert (measured.shares.controller, measured.shares.fetch) == (
