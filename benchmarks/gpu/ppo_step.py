@@ -5,6 +5,7 @@ MPS, and TRL.
     python benchmarks/gpu/ppo_step.py --parts standard,split,mps      two pools
     python benchmarks/gpu/ppo_step.py --parts idle                    what the GPU waits for
     python benchmarks/gpu/ppo_step.py --parts no_snapshots,standard   what snapshots cost
+    python benchmarks/gpu/ppo_step.py --parts standard,deterministic  what trainer.deterministic costs
     python benchmarks/gpu/ppo_step.py --shape qwen2.5-3b --num-prompts 64 --steps 4 \\
         --parts defaults,mps_defaults trainer.snapshot_freq=-1        two pools, a larger model
     python benchmarks/gpu/ppo_step.py --tiny      a small model on the CPU, to try the script out
@@ -24,6 +25,7 @@ The parts of rolepool:
                     compute them
     defaults        one pool, and all sizes of micro-batches are chosen by the plan
     no_snapshots    `standard` without snapshots in shared memory
+    deterministic   `standard` with trainer.deterministic=true
     split, mps      two pools without and with CUDA MPS, and micro-batches of 16 rows, so that the
                     activations of both take less than those of one
     split_defaults  two pools, and the plan chooses what fits beside the other pool
@@ -101,6 +103,7 @@ PLACEMENTS = {
     "bypass": (*STANDARD, BYPASS),
     "defaults": (*STANDARD, *CHOSEN_SIZES),
     "no_snapshots": (*STANDARD, "trainer.snapshot_freq=-1"),
+    "deterministic": (*STANDARD, "trainer.deterministic=true"),
     "split": SPLIT,
     "mps": (*SPLIT, MPS),
     "split_defaults": (*SHARED_GPU, *CHOSEN_SIZES),
