@@ -20,6 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import kernel_checks
 from engine_contract import check_weight_updates, forward_log_probs, largest_difference
 from rolepool.rollout import NativeEngine, Request, Sampling, sample_seed
 from rolepool.rollout.decoder import UNLIMITED
@@ -154,17 +155,24 @@ def test_a_row_that_is_nobodys_reads_and_writes_nothing() -> None:
     assert not kernels.attend(qkv[:, :2], 2, where, UNLIMITED, 1.0).any()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"temperature": 0.7},
-        {"top_k": 20},
-        {"top_p": 0.9, "temperature": 1.5},
-        {"top_k": 50, "top_p": 0.7},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", kernel_checks.FILTERS, ids=str)
+def test_a_gpu_draws_the_tokens_that_a_cpu_draws(settings: dict[str, Any]) -> None:
+    kernel_checks.check_draws_are_those_of_a_cpu("cuda", settings, num_rows=500)
+
+
+def test_greedy_draws_take_the_likeliest_token() -> None:
+    kernel_checks.check_greedy_draws("cuda")
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    kernel_checks.check_a_token_of_probability_zero_is_never_drawn("cuda", num_rows=20_000)
+
+
+def test_rows_that_are_not_numbers_draw_some_token_and_say_so() -> None:
+    kernel_checks.check_rows_that_are_not_numbers("cuda")
+
+
+@pytest.mark.parametrize("settings", kernel_checks.FILTERS, ids=str)
 def test_draws_follow_the_distribution_and_carry_its_log_probs(settings: dict[str, Any]) -> None:
     sampling = dataclasses.replace(SAMPLED, **settings)
     torch.manual_seed(0)
