@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rolepool.rollout import Sampling
+from rolepool.rollout.kv_cache import DecodeBatch
 from rolepool.rollout.sampling import choose, filter_logits, log_prob_dtype, seed_streams
 
 SAMPLED = Sampling(
@@ -119,13 +120,60 @@ def check_rows_that_are_not_numbers(device: str) -> None:
         assert log_probs.isfinite().tolist() == [False, False, False, False, True]
 
 
+# Rows of a batch
+
+
+def check_record(device: str) -> None:
+    """Some rows end by their limit or by a stop token; rows behind them are not in use."""
+    num_rows = 150
+    limits = [1 + index % 7 for index in range(num_rows)]
+    for stops in ((), (3,), (3, 11)):
+        batches = []
+        for where in ("cpu", device):
+            batch = DecodeBatch(num_rows + 5, 7, stops, torch.device(where), scattered=True)
+            batch._by_kernel = None
+            batch.enter(range(num_rows), [4] * num_rows, limits, range(num_rows))
+            batches.append(batch)
+        expected, batch = batches
+        batch._by_kernel = batch._recording_kernel()
+        # The rows of a whole step, and those of an admission, which begin somewhere.
+        for rows in [slice(0, 150)] * 3 + [slice(17, 150), slice(0, 152), slice(149, 150)]:
+            torch.manual_seed(rows.start)
+            tokens = torch.randint(0, 20, (rows.stop - rows.start,))
+            log_probs = torch.randn(rows.stop - rows.start)
+            expected.record(rows, tokens, log_probs)
+            batch.record(rows, tokens.to(device), log_probs.to(device))
+        assert torch.equal(batch._state.cpu(), expected._state)
+        # The last column is for rows that have ended, and nobody reads it.
+        assert torch.equal(batch._sampled.cpu()[:, :-1], expected._sampled[:, :-1])
+        assert torch.equal(batch._log_probs.cpu()[:, :-1], expected._log_probs[:, :-1])
+        has_stopped = expected.limits[:num_rows] < torch.tensor(limits)
+        assert has_stopped.any() == bool(stops)
+
+
+def repair_interpreter() -> None:
+    """Loops over a range that a kernel has computed: Triton 3.6 converts an array of one number to
+    an integer for them, which NumPy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_index_too(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_index_too
+
+
 def main() -> int:
     assert os.environ.get("TRITON_INTERPRET") == "1"
+    repair_interpreter()
     for settings in FILTERS:
         check_draws_are_those_of_a_cpu("cpu", settings, num_rows=6)
     check_greedy_draws("cpu")
     check_a_token_of_probability_zero_is_never_drawn("cpu", num_rows=20)
     check_rows_that_are_not_numbers("cpu")
+    check_record("cpu")
     return 0
 
 

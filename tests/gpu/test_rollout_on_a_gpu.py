@@ -172,6 +172,10 @@ def test_rows_that_are_not_numbers_draw_some_token_and_say_so() -> None:
     kernel_checks.check_rows_that_are_not_numbers("cuda")
 
 
+def test_tokens_are_recorded_as_on_a_cpu() -> None:
+    kernel_checks.check_record("cuda")
+
+
 @pytest.mark.parametrize("settings", kernel_checks.FILTERS, ids=str)
 def test_draws_follow_the_distribution_and_carry_its_log_probs(settings: dict[str, Any]) -> None:
     sampling = dataclasses.replace(SAMPLED, **settings)

@@ -9,6 +9,8 @@ float32. Imported only on machines with a GPU.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -361,3 +363,73 @@ def silu_gate(gate_up_te: Tensor) -> Tensor:
     grid = (num_tokens, triton.cdiv(size, block))
     _silu_gate[grid](gate_up_te, outputs_te, SIZE=size, BLOCK=block)
     return outputs_te
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows", "num_stops"])
+def _record(
+    tokens_ptr,
+    positions_ptr,
+    steps_ptr,
+    limits_ptr,
+    slots_ptr,
+    sampled_ptr,
+    log_probs_ptr,
+    stops_ptr,
+    new_tokens_ptr,
+    new_log_probs_ptr,
+    sampled_stride,
+    first_row,
+    num_rows,
+    num_stops,
+    BLOCK: tl.constexpr,
+):
+    """For a block of rows: append the new token of each, unless the row has ended."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = first_row + number
+    is_row = number < num_rows
+    steps = tl.load(steps_ptr + row, mask=is_row, other=0)
+    limits = tl.load(limits_ptr + row, mask=is_row, other=0)
+    slots = tl.load(slots_ptr + row, mask=is_row, other=0)
+    positions = tl.load(positions_ptr + row, mask=is_row, other=0)
+    tokens = tl.load(new_tokens_ptr + number, mask=is_row, other=0)
+    log_probs = tl.load(new_log_probs_ptr + number, mask=is_row, other=0.0)
+    is_active = is_row & (steps < limits)
+    place = slots * sampled_stride + steps
+    tl.store(sampled_ptr + place, tokens, mask=is_active)
+    tl.store(log_probs_ptr + place, log_probs, mask=is_active)
+    tl.store(tokens_ptr + row, tokens, mask=is_active)
+    tl.store(positions_ptr + row, positions + 1, mask=is_active)
+    tl.store(steps_ptr + row, steps + 1, mask=is_active)
+    is_stop = tl.zeros([BLOCK], tl.int1)
+    for index in range(num_stops):
+        is_stop = is_stop | (tokens == tl.load(stops_ptr + index))
+    tl.store(limits_ptr + row, steps + 1, mask=is_active & is_stop)
+
+
+class BatchTensors(NamedTuple):
+    """The tensors of a `DecodeBatch`: numbers of its rows, and what its slots have sampled."""
+
+    tokens: Tensor
+    positions: Tensor
+    steps: Tensor
+    limits: Tensor
+    slots: Tensor
+    sampled: Tensor
+    log_probs: Tensor
+    stops: Tensor
+
+
+def record(batch: BatchTensors, rows: slice, tokens_b: Tensor, log_probs_b: Tensor) -> None:
+    """What `DecodeBatch.record` does, in one kernel."""
+    num_rows = len(tokens_b)
+    block = 128
+    _record[(triton.cdiv(num_rows, block),)](
+        *batch,
+        tokens_b,
+        log_probs_b,
+        batch.sampled.stride(0),
+        rows.start,
+        num_rows,
+        len(batch.stops),
+        BLOCK=block,
+    )

@@ -7,6 +7,7 @@ not know the model, how attention reads the cache, nor which requests wait.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -177,6 +178,25 @@ class DecodeBatch:
         self._rows: list[_Row] = []
         self._clock = 0
         self._recount()
+        self._by_kernel: Callable[[slice, Tensor, Tensor], None] | None = None
+        """Records the next tokens on a GPU."""
+        if self._state.is_cuda:
+            self._by_kernel = self._recording_kernel()
+
+    def _recording_kernel(self) -> Callable[[slice, Tensor, Tensor], None]:
+        from rolepool.rollout import kernels  # here, because it needs Triton
+
+        tensors = kernels.BatchTensors(
+            tokens=self.tokens,
+            positions=self.positions,
+            steps=self.steps,
+            limits=self.limits,
+            slots=self.slots,
+            sampled=self._sampled,
+            log_probs=self._log_probs,
+            stops=self._stops,
+        )
+        return partial(kernels.record, tensors)
 
     @property
     def num_running(self) -> int:
@@ -239,6 +259,9 @@ class DecodeBatch:
 
     def record(self, rows: slice, tokens: Tensor, log_probs: Tensor) -> None:
         """Append the next token to each of `rows` that has not ended."""
+        if self._by_kernel is not None:
+            self._by_kernel(rows, tokens, log_probs)
+            return
         steps = self.steps[rows]
         limits = self.limits[rows]
         slots = self.slots[rows]
