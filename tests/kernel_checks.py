@@ -12,9 +12,11 @@ import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rolepool.rollout import Sampling
+from rolepool.rollout.decoder import UNLIMITED
 from rolepool.rollout.kv_cache import DecodeBatch
 from rolepool.rollout.sampling import choose, filter_logits, log_prob_dtype, seed_streams
 
@@ -43,6 +45,162 @@ def choose_by_kernels(
     from rolepool.rollout.sampling import _choose_on_gpu
 
     return _choose_on_gpu(logits_bv, streams_b, steps_b, sampling)
+
+
+# Attention
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """Rows that each attend to a slot of a cache."""
+
+    num_rows: int
+    group: int
+    head_dim: int
+    dtype: torch.dtype = torch.float32
+    num_keys: int = 2
+    length: int = 700
+    window: int = UNLIMITED
+    has_norms: bool = False
+
+
+class AttentionInputs:
+    """Random inputs of a case, on a device. The cache has NaN where no token is yet."""
+
+    def __init__(self, case: AttentionCase, device: str) -> None:
+        self.case = case
+        torch.manual_seed(0)
+        num_slots = case.num_rows + 3
+        self.positions = torch.randint(0, case.length, (case.num_rows,))
+        self.positions[-1] = case.length - 1
+        self.positions[case.num_rows // 2] = 0
+        self.slots = torch.randperm(num_slots)[: case.num_rows]
+        size = (2, 2, num_slots, case.num_keys, case.length, case.head_dim)
+        self.cache = torch.full(size, torch.nan, dtype=case.dtype)
+        for slot, position in zip(self.slots.tolist(), self.positions.tolist(), strict=True):
+            earlier = self.cache[:, :, slot, :, :position]
+            earlier.copy_(torch.randn(earlier.shape))
+        num_all = (case.group + 2) * case.num_keys
+        self.qkv = torch.randn(case.num_rows, num_all, case.head_dim).to(case.dtype)
+        angles = torch.rand(case.length, case.head_dim // 2) * 6
+        self.cos = angles.cos().repeat(1, 2).to(case.dtype)
+        self.signed_sin = torch.cat((-angles.sin(), angles.sin()), dim=1).to(case.dtype)
+        self.norms: tuple[Tensor, Tensor, float] | None = None
+        if case.has_norms:
+            query_weight, key_weight = (torch.rand(2, case.head_dim) + 0.5).to(device, case.dtype)
+            self.norms = (query_weight, key_weight, 1e-3)
+        for name in ("positions", "slots", "cache", "qkv", "cos", "signed_sin"):
+            setattr(self, name, getattr(self, name).to(device))
+        keys, values = self.cache
+        place = [keys.data_ptr(), values.data_ptr(), num_slots, case.length]
+        self.place = torch.tensor(place, device=device)
+
+    @property
+    def heads(self) -> Any:
+        from rolepool.rollout.kernels import Heads
+
+        num_queries = self.case.group * self.case.num_keys
+        return Heads(num_queries, self.case.num_keys, self.cos, self.signed_sin)
+
+    def mixed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, normed and rotated by torch."""
+        case = self.case
+        num_queries = case.group * case.num_keys
+        num_turned = num_queries + case.num_keys
+        qk = self.qkv[:, :num_turned].double()
+        if self.norms is not None:
+            query_weight, key_weight, eps = self.norms
+            weights = [query_weight] * num_queries + [key_weight] * case.num_keys
+            factor = (qk.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+            qk = (qk * factor * torch.stack(weights)).to(case.dtype).double()
+        cos = self.cos[self.positions][:, None].double()
+        signed_sin = self.signed_sin[self.positions][:, None].double()
+        turned = (qk * cos + qk.roll(case.head_dim // 2, dims=-1) * signed_sin).to(case.dtype)
+        return turned[:, :num_queries], turned[:, num_queries:], self.qkv[:, num_turned:]
+
+    def cache_after(self) -> Tensor:
+        """The cache with the new tokens of layer 1."""
+        _, keys, values = self.mixed()
+        cache = self.cache.clone()
+        cache[0, 1, self.slots, :, self.positions] = keys
+        cache[1, 1, self.slots, :, self.positions] = values
+        return cache
+
+    def expected(self) -> Tensor:
+        """What torch computes in float64."""
+        case = self.case
+        keys, values = self.cache_after()[:, 1, self.slots]
+        seen = torch.arange(case.length, device=keys.device)
+        visible = seen <= self.positions[:, None]
+        visible &= seen > self.positions[:, None] - case.window
+        outputs = F.scaled_dot_product_attention(
+            self.mixed()[0][:, :, None].double(),
+            keys.nan_to_num().repeat_interleave(case.group, 1).double(),
+            values.nan_to_num().repeat_interleave(case.group, 1).double(),
+            attn_mask=visible[:, None, None],
+        )
+        return outputs[:, :, 0].flatten(1)
+
+
+def _largest_error(got: Tensor, expected: Tensor) -> float:
+    """Relative to numbers above 1, absolute for others. NaN must be at the same places."""
+    assert torch.equal(got.isnan(), expected.isnan())
+    expected = expected.double().nan_to_num()
+    difference = got.double().nan_to_num() - expected
+    return float((difference / expected.abs().clamp(min=1)).abs().max())
+
+
+def _tolerance(case: AttentionCase) -> float:
+    if case.dtype.itemsize == 2:
+        return 2e-2
+    # A GPU approximates the square root of a norm.
+    return 3e-5 if case.has_norms else 1e-5
+
+
+def check_attention(device: str, case: AttentionCase) -> float:
+    """Outputs and the cache afterwards; returns the error of outputs."""
+    from rolepool.rollout import kernels
+
+    inputs = AttentionInputs(case, device)
+    expected, cache_after = inputs.expected(), inputs.cache_after()
+    qkv_before = inputs.qkv.clone()
+    where = (inputs.positions, inputs.slots, inputs.place, 1)
+    outputs = kernels.attend(
+        inputs.qkv, inputs.heads, inputs.norms, where, case.window, case.head_dim**-0.5
+    )
+    assert torch.equal(inputs.qkv, qkv_before)
+    assert _largest_error(inputs.cache, cache_after) < _tolerance(case), case
+    error = _largest_error(outputs, expected)
+    assert error < _tolerance(case), f"{case}: {error:.1e}"
+    return error
+
+
+def check_storing(device: str, case: AttentionCase) -> None:
+    """What a prefill does before its attention: the tokens of this case are those of a prompt."""
+    from rolepool.rollout import kernels
+
+    inputs = AttentionInputs(case, device)
+    expected, cache_after = torch.cat(inputs.mixed(), dim=1), inputs.cache_after()
+    where = (inputs.positions, inputs.slots, inputs.place, 1)
+    kernels.rotate_and_store(inputs.qkv, inputs.heads, inputs.norms, where)
+    assert _largest_error(inputs.qkv, expected) < _tolerance(case), case
+    assert _largest_error(inputs.cache, cache_after) < _tolerance(case), case
+
+
+def check_an_unused_row(device: str) -> None:
+    """It reads nothing from the cache and writes nothing to it."""
+    from rolepool.rollout import kernels
+
+    for num_rows in (2, 300):  # with parts, and without
+        case = AttentionCase(num_rows=num_rows, group=2, head_dim=64, length=8)
+        inputs = AttentionInputs(case, device)
+        inputs.cache.fill_(torch.nan)
+        inputs.positions.fill_(-1)
+        where = (inputs.positions, inputs.slots, inputs.place, 1)
+        outputs = kernels.attend(inputs.qkv, inputs.heads, None, where, UNLIMITED, 1.0)
+        kernels.rotate_and_store(inputs.qkv, inputs.heads, None, where)
+        assert inputs.cache.isnan().all()
+        assert not outputs.any()
 
 
 # Sampling
@@ -174,6 +332,17 @@ def main() -> int:
     check_a_token_of_probability_zero_is_never_drawn("cpu", num_rows=20)
     check_rows_that_are_not_numbers("cpu")
     check_record("cpu")
+    check_an_unused_row("cpu")
+    for case in (
+        AttentionCase(num_rows=3, group=7, head_dim=64),
+        AttentionCase(num_rows=3, group=2, head_dim=48, has_norms=True, length=100),
+        # The interpreter multiplies no matrices in bfloat16.
+        AttentionCase(num_rows=3, group=6, head_dim=128, dtype=torch.float16, window=70),
+        AttentionCase(num_rows=64, group=2, head_dim=64, length=70),
+        AttentionCase(num_rows=130, group=1, head_dim=16, has_norms=True, length=40),
+    ):
+        check_attention("cpu", case)
+        check_storing("cpu", case)
     return 0
 
 

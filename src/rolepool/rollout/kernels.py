@@ -28,24 +28,42 @@ _LOG2_E = 1.4426950408889634
 """The logarithm of e to base 2, because kernels use powers of 2."""
 
 
+class Heads(NamedTuple):
+    """The heads of all layers, and the tables of rotary embedding: (positions, head_dim), in which
+    the lower half of the sines is negated."""
+
+    num_queries: int
+    num_keys: int
+    cos: Tensor
+    signed_sin: Tensor
+
+
+HeadNorms = tuple[Tensor, Tensor, float]
+"""RMS norms of queries and keys, over each head: the two weights, and epsilon."""
+
+
 @triton.jit(do_not_specialize=["layer"])
 def _rotate_and_store(
     qkv_ptr,
     cos_ptr,
     signed_sin_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
     positions_ptr,
     slots_ptr,
     place_ptr,
     layer,
+    eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     KV_HEADS_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
 ):
-    """For one token: rotate its queries and keys in place, and write keys and values to the
-    cache."""
+    """For one token: norm and rotate its queries and keys in place, and write keys and values to
+    the cache."""
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
@@ -69,19 +87,32 @@ def _rotate_and_store(
     is_turned = (h < NUM_HEADS + NUM_KV_HEADS) & (d < HALF)
     lower_ptr = row + h * HEAD_DIM + d
     upper_ptr = lower_ptr + HALF
-    lower = tl.load(lower_ptr, mask=is_turned).to(tl.float32)
-    upper = tl.load(upper_ptr, mask=is_turned).to(tl.float32)
+    lower = tl.load(lower_ptr, mask=is_turned, other=0.0).to(tl.float32)
+    upper = tl.load(upper_ptr, mask=is_turned, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        square = tl.sum(lower * lower + upper * upper, axis=1, keep_dims=True)
+        factor = tl.rsqrt(square / HEAD_DIM + eps)
+        is_query = is_turned & (h < NUM_HEADS)
+        is_key = is_turned & (h >= NUM_HEADS)
+        dtype = qkv_ptr.dtype.element_ty
+        lower_weight = tl.load(query_norm_ptr + d + 0 * h, mask=is_query, other=0.0)
+        lower_weight += tl.load(key_norm_ptr + d + 0 * h, mask=is_key, other=0.0)
+        upper_weight = tl.load(query_norm_ptr + HALF + d + 0 * h, mask=is_query, other=0.0)
+        upper_weight += tl.load(key_norm_ptr + HALF + d + 0 * h, mask=is_key, other=0.0)
+        # Rounded like the output of a norm, before it is rotated.
+        lower = (lower * factor * lower_weight.to(tl.float32)).to(dtype).to(tl.float32)
+        upper = (upper * factor * upper_weight.to(tl.float32)).to(dtype).to(tl.float32)
     turned_lower = lower * cos - upper * sin
     turned_upper = upper * cos + lower * sin
     tl.store(lower_ptr, turned_lower, mask=is_turned)
     tl.store(upper_ptr, turned_upper, mask=is_turned)
 
     is_used = position >= 0
-    is_key = is_turned & (h >= NUM_HEADS) & is_used
+    is_stored = is_turned & (h >= NUM_HEADS) & is_used
     key_line = first_line + (h - NUM_HEADS) * length
     key_ptr = keys + key_line * HEAD_DIM + d
-    tl.store(key_ptr, turned_lower, mask=is_key)
-    tl.store(key_ptr + HALF, turned_upper, mask=is_key)
+    tl.store(key_ptr, turned_lower, mask=is_stored)
+    tl.store(key_ptr + HALF, turned_upper, mask=is_stored)
 
     # Values are stored as they are.
     h = tl.arange(0, KV_HEADS_PAD)[:, None]
@@ -96,40 +127,77 @@ def _rotate_and_store(
 
 def rotate_and_store(
     qkv_thd: Tensor,
-    num_heads: int,
-    cos: Tensor,
-    signed_sin: Tensor,
+    heads: Heads,
+    norms: HeadNorms | None,
     where: Where,
 ) -> None:
-    """Rotate queries and keys by their positions, in place; store keys and values in the cache."""
+    """Norm queries and keys if there are norms, and rotate them by their positions, in place; store
+    keys and values in the cache."""
     num_tokens, num_all, head_dim = qkv_thd.shape
-    num_kv_heads = (num_all - num_heads) // 2
+    # Not read without norms, but a kernel needs some tensors.
+    query_norm, key_norm, eps = norms or (heads.cos, heads.cos, 0.0)
     _rotate_and_store[(num_tokens,)](
         qkv_thd,
-        cos,
-        signed_sin,
+        heads.cos,
+        heads.signed_sin,
+        query_norm,
+        key_norm,
         *where,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
+        eps,
+        NUM_HEADS=heads.num_queries,
+        NUM_KV_HEADS=heads.num_keys,
         HEAD_DIM=head_dim,
-        HEADS_PAD=triton.next_power_of_2(num_heads + num_kv_heads),
-        KV_HEADS_PAD=triton.next_power_of_2(num_kv_heads),
+        HEADS_PAD=triton.next_power_of_2(num_all - heads.num_keys),
+        KV_HEADS_PAD=triton.next_power_of_2(heads.num_keys),
         HALF_PAD=triton.next_power_of_2(head_dim // 2),
+        HAS_NORMS=norms is not None,
     )
+
+
+@triton.jit
+def _rotated_heads(
+    heads_ptr,
+    d,
+    is_number,
+    cos,
+    signed_sin,
+    norm_ptr,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """The heads at these addresses: normed if there is a norm, and rotated."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    partner = tl.where(d < HALF, d + HALF, d - HALF)
+    x = tl.load(heads_ptr + d, mask=is_number, other=0.0).to(tl.float32)
+    x_partner = tl.load(heads_ptr + partner, mask=is_number, other=0.0).to(tl.float32)
+    dtype = heads_ptr.dtype.element_ty
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / HEAD_DIM + eps)
+        weight = tl.load(norm_ptr + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+        partner_weight = tl.load(norm_ptr + partner, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+        # Rounded like the output of a norm, before it is rotated.
+        x = (x * factor * weight).to(dtype).to(tl.float32)
+        x_partner = (x_partner * factor * partner_weight).to(dtype).to(tl.float32)
+    return (x * cos + x_partner * signed_sin).to(dtype)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _attend(
-    queries_ptr,
+    qkv_ptr,
     outputs_ptr,
     log_sums_ptr,
+    cos_ptr,
+    signed_sin_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
     positions_ptr,
     slots_ptr,
     place_ptr,
     layer,
     window,
     scale,
-    query_stride,
+    eps,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -137,14 +205,17 @@ def _attend(
     DIM_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
 ):
-    """One part of one row: all queries of a group with the keys that they share, each read once."""
+    """One part of one row: all queries of a group with the keys that they share, each read once.
+    The first part also stores the row's own key and value, and attends to them."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    # The tokens of this part. All parts but the last have whole blocks.
-    end = tl.load(positions_ptr + row).to(tl.int32) + 1
-    start = tl.maximum(end - window, 0)
+    position = tl.load(positions_ptr + row)
+    # The earlier tokens of this part. All parts but the last have whole blocks.
+    end = tl.maximum(position, 0).to(tl.int32)
+    start = tl.maximum(end + 1 - window, 0)
     tokens_of_part = tl.cdiv(end - start, SPLITS)
     share = tl.cdiv(tokens_of_part, BLOCK) * BLOCK
     start += split * share
@@ -155,21 +226,57 @@ def _attend(
     length = tl.load(place_ptr + 3)
     slot = tl.load(slots_ptr + row)
     line = ((layer * num_slots + slot) * NUM_KV_HEADS + kv_head) * length
-    keys = tl.load(place_ptr).to(queries_ptr.dtype)
+    keys = tl.load(place_ptr).to(qkv_ptr.dtype)
     keys = tl.multiple_of(keys, 16) + line * HEAD_DIM
-    values = tl.load(place_ptr + 1).to(queries_ptr.dtype)
+    values = tl.load(place_ptr + 1).to(qkv_ptr.dtype)
     values = tl.multiple_of(values, 16) + line * HEAD_DIM
 
+    # The row's own queries, key and value.
+    NUM_HEADS: tl.constexpr = GROUP * NUM_KV_HEADS
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, DIM_PAD)
     is_number = (d < HEAD_DIM)[None, :]
     is_query = (g < GROUP)[:, None] & is_number
     heads = kv_head * GROUP + g
-    query_ptr = queries_ptr + row * query_stride + heads[:, None] * HEAD_DIM + d[None, :]
-    query = tl.load(query_ptr, mask=is_query, other=0.0)
-    largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
+    row_ptr = qkv_ptr + row * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    own_value_ptr = row_ptr + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM + d[None, :]
+    own_value = tl.load(own_value_ptr, mask=is_number, other=0.0)
+    angle = tl.maximum(position, 0) * HEAD_DIM + d[None, :]
+    cos = tl.load(cos_ptr + angle, mask=is_number, other=0.0).to(tl.float32)
+    signed_sin = tl.load(signed_sin_ptr + angle, mask=is_number, other=0.0).to(tl.float32)
+    query = _rotated_heads(
+        row_ptr + heads[:, None] * HEAD_DIM,
+        d[None, :],
+        is_query,
+        cos,
+        signed_sin,
+        query_norm_ptr,
+        eps,
+        HEAD_DIM,
+        HAS_NORMS,
+    )
+    own_key = _rotated_heads(
+        row_ptr + (NUM_HEADS + kv_head) * HEAD_DIM,
+        d[None, :],
+        is_number,
+        cos,
+        signed_sin,
+        key_norm_ptr,
+        eps,
+        HEAD_DIM,
+        HAS_NORMS,
+    )
+    # A row that is not in use has no token at all.
+    has_own = (split == 0) & (position >= 0)
+    own_place = position * HEAD_DIM + d[None, :]
+    tl.store(keys + own_place, own_key, mask=is_number & has_own)
+    tl.store(values + own_place, own_value, mask=is_number & has_own)
+    own_score = tl.sum(query.to(tl.float32) * own_key.to(tl.float32), axis=1) * scale
+    largest = tl.where(has_own, own_score, -float("inf"))
+    total = tl.zeros([GROUP_PAD], tl.float32) + tl.where(has_own, 1.0, 0.0)
     output = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    output += tl.where(has_own, own_value.to(tl.float32), 0.0)
+
     for first in range(start, end, BLOCK):
         t = first + tl.arange(0, BLOCK)
         is_inside = t < end
@@ -190,7 +297,7 @@ def _attend(
     # No token is seen by a row that is not in use, or if there are more parts than blocks.
     divisor = tl.where(total > 0, total, 1.0)
     output = output / divisor[:, None]
-    place = (row * NUM_KV_HEADS * GROUP + heads) * SPLITS + split
+    place = (row * NUM_HEADS + heads) * SPLITS + split
     output_ptr = outputs_ptr + place[:, None] * HEAD_DIM + d[None, :]
     tl.store(output_ptr, output, mask=is_query)
     if SPLITS > 1:
@@ -225,52 +332,61 @@ def _join_parts(
 
 
 def attend(
-    queries_bhd: Tensor,
-    num_kv_heads: int,
+    qkv_bhd: Tensor,
+    heads: Heads,
+    norms: HeadNorms | None,
     where: Where,
     window: int,
     scale: float,
 ) -> Tensor:
-    """Attention of one token per row to the last `window` tokens of its slot, up to its own
-    position: (rows, heads * head_dim)."""
-    num_rows, num_heads, head_dim = queries_bhd.shape
-    wanted = _NUM_PROGRAMS / (num_rows * num_kv_heads)
+    """Store the key and the value of one token of each row in the cache, and attend to the last
+    `window` tokens of its slot, up to itself: (rows, heads * head_dim). Queries and keys are normed
+    if there are norms, and rotated; `qkv_bhd` is not changed."""
+    num_rows, _, head_dim = qkv_bhd.shape
+    wanted = _NUM_PROGRAMS / (num_rows * heads.num_keys)
     num_splits = next((splits for splits in _SPLITS if splits >= wanted), _SPLITS[-1])
-    device = queries_bhd.device
+    device = qkv_bhd.device
     outputs = torch.empty(
         num_rows,
-        num_heads * head_dim,
-        dtype=queries_bhd.dtype,
+        heads.num_queries * head_dim,
+        dtype=qkv_bhd.dtype,
         device=device,
     )
     # With one part its outputs are those of the row, and nobody reads the sums.
     parts = outputs
     log_sums = outputs
     if num_splits > 1:
-        parts_size = (num_rows, num_heads, num_splits)
+        parts_size = (num_rows, heads.num_queries, num_splits)
         parts = torch.empty(*parts_size, head_dim, dtype=torch.float32, device=device)
         log_sums = torch.empty(parts_size, dtype=torch.float32, device=device)
-    group_size = num_heads // num_kv_heads
+    # Not read without norms, but a kernel needs some tensors.
+    query_norm, key_norm, eps = norms or (heads.cos, heads.cos, 0.0)
+    group_size = heads.num_queries // heads.num_keys
     dim_pad = _padded_for_product(head_dim)
-    _attend[(num_rows, num_kv_heads, num_splits)](
-        queries_bhd,
+    _attend[(num_rows, heads.num_keys, num_splits)](
+        qkv_bhd,
         parts,
         log_sums,
+        heads.cos,
+        heads.signed_sin,
+        query_norm,
+        key_norm,
         *where,
         window,
         scale * _LOG2_E,
-        queries_bhd.stride(0),
+        eps,
         GROUP=group_size,
-        NUM_KV_HEADS=num_kv_heads,
+        NUM_KV_HEADS=heads.num_keys,
         HEAD_DIM=head_dim,
         GROUP_PAD=_padded_for_product(group_size),
         DIM_PAD=dim_pad,
-        BLOCK=64 if queries_bhd.dtype.itemsize == 2 else 32,
+        BLOCK=64 if qkv_bhd.dtype.itemsize == 2 else 32,
         SPLITS=num_splits,
+        HAS_NORMS=norms is not None,
         num_stages=3 if dim_pad <= 64 else 2,
     )
     if num_splits > 1:
-        _join_parts[(num_rows * num_heads,)](
+        _join_parts[(num_rows * heads.num_queries,)](
             parts,
             log_sums,
             outputs,
