@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rolepool.rollout import Sampling
 from rolepool.rollout.decoder import UNLIMITED
-from rolepool.rollout.kv_cache import DecodeBatch
+from rolepool.rollout.kv_cache import CacheShape, DecodeBatch, SlotCache
 from rolepool.rollout.sampling import choose, filter_logits, log_prob_dtype, seed_streams
 
 SAMPLED = Sampling(
@@ -203,6 +203,28 @@ def check_an_unused_row(device: str) -> None:
         assert not outputs.any()
 
 
+def check_copies_of_slots(device: str) -> None:
+    """Those that a CPU makes one after another."""
+    from rolepool.rollout import kernels
+
+    for dtype, num_heads, head_dim, length in (
+        (torch.float32, 2, 48, 37),
+        (torch.bfloat16, 1, 128, 300),
+    ):
+        shape = CacheShape(3, num_heads, head_dim, dtype, torch.device("cpu"))
+        expected = SlotCache(shape, 9, length)
+        torch.manual_seed(0)
+        expected._keys.normal_()
+        expected._values.normal_()
+        keys, values = expected._keys.to(device).clone(), expected._values.to(device).clone()
+        sources, targets, lengths = [2, 2, 7, 0], [3, 8, 1, 4], [length, 5, 1, length - 1]
+        expected.copy_all(sources, targets, lengths)
+        copies = torch.tensor([sources, targets, lengths], device=device)
+        kernels.copy_slots(keys, values, copies)
+        assert torch.equal(keys.cpu(), expected._keys)
+        assert torch.equal(values.cpu(), expected._values)
+
+
 # Sampling
 
 
@@ -333,6 +355,7 @@ def main() -> int:
     check_rows_that_are_not_numbers("cpu")
     check_record("cpu")
     check_an_unused_row("cpu")
+    check_copies_of_slots("cpu")
     for case in (
         AttentionCase(num_rows=3, group=7, head_dim=64),
         AttentionCase(num_rows=3, group=2, head_dim=48, has_norms=True, length=100),

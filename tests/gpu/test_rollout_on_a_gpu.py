@@ -123,6 +123,10 @@ def test_queries_and_keys_are_normed_before_they_are_rotated(dtype: torch.dtype)
         kernel_checks.check_storing("cuda", case)
 
 
+def test_slots_are_copied_as_on_a_cpu() -> None:
+    kernel_checks.check_copies_of_slots("cuda")
+
+
 def test_a_row_that_is_nobodys_reads_and_writes_nothing() -> None:
     kernel_checks.check_an_unused_row("cuda")
 

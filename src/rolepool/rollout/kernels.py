@@ -481,6 +481,54 @@ def silu_gate(gate_up_te: Tensor) -> Tensor:
     return outputs_te
 
 
+@triton.jit
+def _copy_slots(
+    keys_ptr,
+    values_ptr,
+    copies_ptr,
+    num_slots,
+    length,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy the first tokens of one head of one slot in one layer, which are adjacent."""
+    copy = tl.program_id(0)
+    num_copies = tl.num_programs(0)
+    layer_and_head = tl.program_id(1).to(tl.int64)
+    layer = layer_and_head // NUM_KV_HEADS
+    head = layer_and_head % NUM_KV_HEADS
+    source = tl.load(copies_ptr + copy)
+    target = tl.load(copies_ptr + num_copies + copy)
+    num_tokens = tl.load(copies_ptr + 2 * num_copies + copy)
+    size = num_tokens.to(tl.int32) * HEAD_DIM
+    from_line = ((layer * num_slots + source) * NUM_KV_HEADS + head) * length
+    to_line = ((layer * num_slots + target) * NUM_KV_HEADS + head) * length
+    for first in range(0, size, BLOCK):
+        e = first + tl.arange(0, BLOCK)
+        inside = e < size
+        key = tl.load(keys_ptr + from_line * HEAD_DIM + e, mask=inside)
+        value = tl.load(values_ptr + from_line * HEAD_DIM + e, mask=inside)
+        tl.store(keys_ptr + to_line * HEAD_DIM + e, key, mask=inside)
+        tl.store(values_ptr + to_line * HEAD_DIM + e, value, mask=inside)
+
+
+def copy_slots(keys: Tensor, values: Tensor, copies: Tensor) -> None:
+    """Copy slots of a cache (layers, slots, heads, length, head_dim). The rows of `copies` are
+    sources, targets and numbers of tokens."""
+    num_layers, num_slots, num_heads, length, head_dim = keys.shape
+    _copy_slots[(copies.shape[1], num_layers * num_heads)](
+        keys,
+        values,
+        copies,
+        num_slots,
+        length,
+        NUM_KV_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK=2048,
+    )
+
+
 @triton.jit(do_not_specialize=["first_row", "num_rows", "num_stops"])
 def _record(
     tokens_ptr,
