@@ -91,6 +91,9 @@ class AttentionInputs:
             self.norms = (query_weight, key_weight, 1e-3)
         for name in ("positions", "slots", "cache", "qkv", "cos", "signed_sin"):
             setattr(self, name, getattr(self, name).to(device))
+        from rolepool.rollout.kernels import make_counters
+
+        self.counters = make_counters(torch.device(device))
         keys, values = self.cache
         place = [keys.data_ptr(), values.data_ptr(), num_slots, case.length]
         self.place = torch.tensor(place, device=device)
@@ -99,8 +102,13 @@ class AttentionInputs:
     def heads(self) -> Any:
         from rolepool.rollout.kernels import Heads
 
-        num_queries = self.case.group * self.case.num_keys
-        return Heads(num_queries, self.case.num_keys, self.cos, self.signed_sin)
+        return Heads(
+            num_queries=self.case.group * self.case.num_keys,
+            num_keys=self.case.num_keys,
+            cos=self.cos,
+            signed_sin=self.signed_sin,
+            counters=self.counters,
+        )
 
     def mixed(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, normed and rotated by torch."""
@@ -165,9 +173,12 @@ def check_attention(device: str, case: AttentionCase) -> float:
     expected, cache_after = inputs.expected(), inputs.cache_after()
     qkv_before = inputs.qkv.clone()
     where = (inputs.positions, inputs.slots, inputs.place, 1)
-    outputs = kernels.attend(
-        inputs.qkv, inputs.heads, inputs.norms, where, case.window, case.head_dim**-0.5
-    )
+    # Twice, because a launch must leave its counters as it found them.
+    for _ in range(2):
+        outputs = kernels.attend(
+            inputs.qkv, inputs.heads, inputs.norms, where, case.window, case.head_dim**-0.5
+        )
+        assert not inputs.counters.any()
     assert torch.equal(inputs.qkv, qkv_before)
     assert _largest_error(inputs.cache, cache_after) < _tolerance(case), case
     error = _largest_error(outputs, expected)

@@ -174,6 +174,7 @@ class Decoder:
                 num_keys=self._num_kv_heads,
                 cos=self._cos,
                 signed_sin=self._signed_sin,
+                counters=self._kernels.make_counters(self.device),
             )
 
     def locate(self, cache: SlotCache) -> None:

@@ -30,12 +30,18 @@ _LOG2_E = 1.4426950408889634
 
 class Heads(NamedTuple):
     """The heads of all layers, and the tables of rotary embedding: (positions, head_dim), in which
-    the lower half of the sines is negated."""
+    the lower half of the sines is negated. `counters` are for `attend` alone."""
 
     num_queries: int
     num_keys: int
     cos: Tensor
     signed_sin: Tensor
+    counters: Tensor
+
+
+def make_counters(device: torch.device) -> Tensor:
+    """How many parts of a row and its key head are finished: 0 between launches."""
+    return torch.zeros(_NUM_PROGRAMS, dtype=torch.int32, device=device)
 
 
 HeadNorms = tuple[Tensor, Tensor, float]
@@ -182,11 +188,49 @@ def _rotated_heads(
     return (x * cos + x_partner * signed_sin).to(dtype)
 
 
+@triton.jit
+def _joined_parts(
+    parts_ptr,
+    log_sums_ptr,
+    head,
+    d,
+    is_head,
+    HEAD_DIM: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """The outputs of heads from those of their parts. They are read past the L1 cache, because
+    other programs have just written them."""
+    is_number = is_head[:, None] & (d < HEAD_DIM)[None, :]
+    largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    output = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for split in tl.static_range(SPLITS):
+        place = head * SPLITS + split
+        log_sum_ptr = log_sums_ptr + place
+        log_sum = tl.load(log_sum_ptr, mask=is_head, other=-float("inf"), cache_modifier=".cg")
+        part_ptr = parts_ptr + place[:, None] * HEAD_DIM + d[None, :]
+        part = tl.load(part_ptr, mask=is_number, other=0.0, cache_modifier=".cg")
+        new_largest = tl.maximum(largest, log_sum)
+        base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+        shrink = tl.exp2(largest - base)
+        weight = tl.exp2(log_sum - base)
+        total = total * shrink + weight
+        output = output * shrink[:, None] + part * weight[:, None]
+        largest = new_largest
+    # No part has a token if the row is not in use.
+    divisor = tl.where(total > 0, total, 1.0)
+    return output / divisor[:, None]
+
+
 @triton.jit(do_not_specialize=["layer"])
 def _attend(
     qkv_ptr,
     outputs_ptr,
+    parts_ptr,
     log_sums_ptr,
+    counters_ptr,
     cos_ptr,
     signed_sin_ptr,
     query_norm_ptr,
@@ -297,38 +341,27 @@ def _attend(
     # No token is seen by a row that is not in use, or if there are more parts than blocks.
     divisor = tl.where(total > 0, total, 1.0)
     output = output / divisor[:, None]
-    place = (row * NUM_HEADS + heads) * SPLITS + split
-    output_ptr = outputs_ptr + place[:, None] * HEAD_DIM + d[None, :]
-    tl.store(output_ptr, output, mask=is_query)
-    if SPLITS > 1:
+    head = row * NUM_HEADS + heads
+    output_ptr = outputs_ptr + head[:, None] * HEAD_DIM + d[None, :]
+    if SPLITS == 1:
+        tl.store(output_ptr, output, mask=is_query)
+    else:
+        place = head * SPLITS + split
+        part_ptr = parts_ptr + place[:, None] * HEAD_DIM + d[None, :]
+        tl.store(part_ptr, output, mask=is_query)
         log_sum = largest + tl.log2(total)
         tl.store(log_sums_ptr + place, log_sum, mask=g < GROUP)
-
-
-@triton.jit
-def _join_parts(
-    parts_ptr,
-    log_sums_ptr,
-    outputs_ptr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    head = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, SPLITS)
-    d = tl.arange(0, DIM_PAD)
-    is_number = d < HEAD_DIM
-    place = head * SPLITS + s
-    log_sum = tl.load(log_sums_ptr + place)
-    largest = tl.max(log_sum)
-    base = tl.where(largest == -float("inf"), 0.0, largest)
-    weight = tl.exp2(log_sum - base)
-    part_ptr = parts_ptr + place[:, None] * HEAD_DIM + d[None, :]
-    part = tl.load(part_ptr, mask=is_number[None, :], other=0.0)
-    total = tl.sum(weight)
-    divisor = tl.where(total > 0, total, 1.0)
-    output = tl.sum(part * weight[:, None], axis=0) / divisor
-    tl.store(outputs_ptr + head * HEAD_DIM + d, output, mask=is_number)
+        # Whoever finishes last joins the parts. First all threads of this program have stored, then
+        # one of them counts, which publishes what they stored.
+        tl.debug_barrier()
+        counter_ptr = counters_ptr + row * NUM_KV_HEADS + kv_head
+        num_before = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+        if num_before == SPLITS - 1:
+            tl.store(counter_ptr, 0)  # for the next launch
+            output = _joined_parts(
+                parts_ptr, log_sums_ptr, head, d, g < GROUP, HEAD_DIM, GROUP_PAD, DIM_PAD, SPLITS
+            )
+            tl.store(output_ptr, output, mask=is_query)
 
 
 def attend(
@@ -352,10 +385,11 @@ def attend(
         dtype=qkv_bhd.dtype,
         device=device,
     )
-    # With one part its outputs are those of the row, and nobody reads the sums.
+    # Not used with one part, but a kernel needs some tensors.
     parts = outputs
     log_sums = outputs
     if num_splits > 1:
+        assert num_rows * heads.num_keys < _NUM_PROGRAMS
         parts_size = (num_rows, heads.num_queries, num_splits)
         parts = torch.empty(*parts_size, head_dim, dtype=torch.float32, device=device)
         log_sums = torch.empty(parts_size, dtype=torch.float32, device=device)
@@ -365,8 +399,10 @@ def attend(
     dim_pad = _padded_for_product(head_dim)
     _attend[(num_rows, heads.num_keys, num_splits)](
         qkv_bhd,
+        outputs,
         parts,
         log_sums,
+        heads.counters,
         heads.cos,
         heads.signed_sin,
         query_norm,
@@ -385,16 +421,6 @@ def attend(
         HAS_NORMS=norms is not None,
         num_stages=3 if dim_pad <= 64 else 2,
     )
-    if num_splits > 1:
-        _join_parts[(num_rows * heads.num_queries,)](
-            parts,
-            log_sums,
-            outputs,
-            HEAD_DIM=head_dim,
-            DIM_PAD=dim_pad,
-            SPLITS=num_splits,
-            num_warps=2,
-        )
     return outputs
 
 
