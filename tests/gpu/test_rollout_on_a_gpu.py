@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import (
     MistralConfig,
     MistralForCausalLM,
@@ -20,7 +19,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import kernel_checks
 from engine_contract import check_weight_updates, forward_log_probs, largest_difference
+from kernel_checks import AttentionCase
 from rolepool.rollout import NativeEngine, Request, Sampling, sample_seed
 from rolepool.rollout.decoder import UNLIMITED
 from rolepool.rollout.sampling import choose, filter_logits, seed_streams
@@ -99,72 +100,59 @@ def generated_by_transformers(model: Any, request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("group", [1, 2, 6, 7])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)], ids=str
-)
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("window", [UNLIMITED, 70], ids=["whole", "window"])
 def test_attention_is_that_of_torch_on_rows_of_any_length(
-    group: int, dtype: torch.dtype, tolerance: float, window: int | None
+    group: int, dtype: torch.dtype, window: int
 ) -> None:
-    from rolepool.rollout import kernels
-
-    torch.manual_seed(0)
     worst = 0.0
-    for num_rows, head_dim in ((1, 64), (9, 128), (300, 64)):
-        num_slots, length, kv_heads = num_rows + 3, 700, 2
-        keys, values = torch.randn(2, 2, num_slots, kv_heads, length, head_dim, device="cuda").to(
-            dtype
-        )
-        place = torch.tensor([keys.data_ptr(), values.data_ptr(), num_slots, length], device="cuda")
-        positions = torch.randint(0, length, (num_rows,), device="cuda")
-        positions[-1] = length - 1
-        slots = torch.randperm(num_slots, device="cuda")[:num_rows]
-        queries = torch.randn(num_rows, (group + 2) * kv_heads, head_dim, device="cuda").to(dtype)
-        queries = queries[:, : group * kv_heads]
-        seen_tokens = UNLIMITED if window is None else window
-        got = kernels.attend(
-            queries, kv_heads, (positions, slots, place, 1), seen_tokens, head_dim**-0.5
-        )
-        seen = torch.arange(length, device="cuda")
-        visible = seen <= positions[:, None]
-        if window is not None:
-            visible &= seen > positions[:, None] - window
-        expected = F.scaled_dot_product_attention(
-            queries[:, :, None].double(),
-            keys[1, slots].repeat_interleave(group, 1).double(),
-            values[1, slots].repeat_interleave(group, 1).double(),
-            attn_mask=visible[:, None, None],
-        )[:, :, 0].flatten(1)
-        worst = max(worst, float((got.double() - expected).abs().max()))
+    for num_rows, head_dim in ((1, 64), (9, 128), (60, 80), (300, 64)):
+        case = AttentionCase(num_rows, group, head_dim, dtype, window=window)
+        worst = max(worst, kernel_checks.check_attention("cuda", case))
+        kernel_checks.check_storing("cuda", case)
     print(f"group {group}, {dtype}: attention within {worst:.1e} of float64")
-    assert worst < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_queries_and_keys_are_normed_before_they_are_rotated(dtype: torch.dtype) -> None:
+    for num_rows, num_keys, head_dim in ((2, 8, 128), (40, 3, 64), (200, 8, 128)):
+        case = AttentionCase(
+            num_rows, 2, head_dim, dtype, num_keys=num_keys, length=150, has_norms=True
+        )
+        kernel_checks.check_attention("cuda", case)
+        kernel_checks.check_storing("cuda", case)
+
+
+def test_slots_are_copied_as_on_a_cpu() -> None:
+    kernel_checks.check_copies_of_slots("cuda")
 
 
 def test_a_row_that_is_nobodys_reads_and_writes_nothing() -> None:
-    from rolepool.rollout import kernels
-
-    keys, values = torch.full((2, 1, 2, 2, 8, 64), torch.nan, device="cuda")
-    place = torch.tensor([keys.data_ptr(), values.data_ptr(), 2, 8], device="cuda")
-    positions, slots = torch.tensor([-1], device="cuda"), torch.tensor([0], device="cuda")
-    qkv = torch.ones(1, 6, 64, device="cuda")
-    tables = torch.ones(8, 64, device="cuda")
-    where = (positions, slots, place, 0)
-    kernels.rotate_and_store(qkv, 2, tables, tables, where)
-    assert keys.isnan().all() and values.isnan().all()
-    assert not kernels.attend(qkv[:, :2], 2, where, UNLIMITED, 1.0).any()
+    kernel_checks.check_an_unused_row("cuda")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"temperature": 0.7},
-        {"top_k": 20},
-        {"top_p": 0.9, "temperature": 1.5},
-        {"top_k": 50, "top_p": 0.7},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", kernel_checks.FILTERS, ids=str)
+def test_a_gpu_draws_the_tokens_that_a_cpu_draws(settings: dict[str, Any]) -> None:
+    kernel_checks.check_draws_are_those_of_a_cpu("cuda", settings, num_rows=500)
+
+
+def test_greedy_draws_take_the_likeliest_token() -> None:
+    kernel_checks.check_greedy_draws("cuda")
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    kernel_checks.check_a_token_of_probability_zero_is_never_drawn("cuda", num_rows=20_000)
+
+
+def test_rows_that_are_not_numbers_draw_some_token_and_say_so() -> None:
+    kernel_checks.check_rows_that_are_not_numbers("cuda")
+
+
+def test_tokens_are_recorded_as_on_a_cpu() -> None:
+    kernel_checks.check_record("cuda")
+
+
+@pytest.mark.parametrize("settings", kernel_checks.FILTERS, ids=str)
 def test_draws_follow_the_distribution_and_carry_its_log_probs(settings: dict[str, Any]) -> None:
     sampling = dataclasses.replace(SAMPLED, **settings)
     torch.manual_seed(0)

@@ -45,6 +45,78 @@ def test_looking_at_rows_every_few_steps_does_not_change_what_is_said(
     assert len({len(one.token_ids) for one in got}) > 3
 
 
+# Throughput
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize(
+    "stop_token_ids", [(), (3, 14, 25, 36, 47)], ids=["by length", "by stop tokens"]
+)
+@pytest.mark.parametrize("max_num_seqs", [3, 13, 64])
+def test_a_schedule_for_throughput_does_not_change_what_is_said(
+    interval: int, stop_token_ids: tuple[int, ...], max_num_seqs: int
+) -> None:
+    model, requests = make_model("qwen2"), make_requests(30, max_new=(20, 1, 7, 33, 1, 12))
+    sampling = dataclasses.replace(SAMPLED, ignore_eos=False, stop_token_ids=stop_token_ids)
+    expected = make_engine(model).generate(requests, sampling)
+    engine = make_engine(model, max_num_seqs=max_num_seqs)
+    engine.check_interval = interval
+    engine.for_throughput = True
+    got = engine.generate(requests, sampling)
+    assert_same_completions(model, requests, sampling, got, expected)
+
+
+def run_for_throughput(
+    stops: tuple[int, ...], num_slots: int
+) -> tuple[list[list[int]], dict[int, int]]:
+    """The requests that ended in each step of a generation, and the lengths of all."""
+    engine = make_engine(make_model("qwen2"), max_num_seqs=num_slots)
+    sampling = dataclasses.replace(SAMPLED, ignore_eos=False, stop_token_ids=stops)
+    requests = make_requests(60, max_new=tuple(range(1, 31)))
+    ended: list[list[int]] = []
+    lengths: dict[int, int] = {}
+    with engine._running(
+        dataclasses.replace(sampling, max_new_tokens=30),
+        num_requests=60,
+        length=100,
+        check_interval=4,
+        for_throughput=True,
+    ) as generation:
+        generation.enqueue(requests, sampling)
+        while len(lengths) < len(requests):
+            completions = generation.step()
+            ended.append([number for number, _ in completions])
+            lengths |= {number: len(one.token_ids) for number, one in completions}
+    return ended, lengths
+
+
+@pytest.mark.parametrize("stops", [(), (3, 14)], ids=["by length", "by stop tokens"])
+def test_sequences_that_have_ended_stay_until_their_removal_is_of_use(
+    stops: tuple[int, ...],
+) -> None:
+    ended, lengths = run_for_throughput(stops, num_slots=36)
+    removals = [len(numbers) for numbers in ended if numbers]
+    # Three requests join together, as a twelfth of 36 slots. Then steps get smaller at 32 rows.
+    num_waiting = 60 - 36
+    while num_waiting > 0:
+        assert removals[0] >= min(3, num_waiting)
+        num_waiting -= removals.pop(0)
+    assert len(removals) <= len({bucket_of(num_rows, 36) for num_rows in range(1, 37)})
+    assert bool(stops) == (lengths != {number: 1 + number % 30 for number in range(60)})
+
+
+def test_requests_that_may_become_longest_start_first() -> None:
+    """And those that may become as long as others keep their order."""
+    ended, _ = run_for_throughput((), num_slots=2)
+    num_new = [1 + number % 30 for numbers in ended for number in numbers]
+    starts = [number for numbers in ended for number in numbers]
+    assert sorted(starts) == list(range(60))
+    # With two slots they end about in the order in which they started.
+    assert num_new[:2] == [30, 30]
+    assert num_new[-4:] == [2, 2, 1, 1]
+    assert starts.index(29) < starts.index(28) < starts.index(0)
+
+
 def make_rows(
     scattered: bool, num_rows: int = 4, stops: tuple[int, ...] = (9,)
 ) -> tuple[DecodeBatch, SlotCache]:
@@ -113,6 +185,24 @@ def test_slots_begin_at_the_first_again_when_all_rows_have_left() -> None:
         assert enter(rows, [0, 1, 2], [1, 1, 1]) == [0, 1, 2]
         rows.record(slice(0, 3), torch.zeros(3, dtype=torch.int64), torch.zeros(3))
         rows.pop_finished(cache)
+
+
+def test_rows_at_their_limit_are_counted_at_once_and_stopped_ones_a_check_later() -> None:
+    rows, cache = make_rows(scattered=True)
+    enter(rows, [10, 11, 12, 13], [5, 2, 5, 5])
+    # The first tokens are sampled without a step.
+    rows.record(slice(0, 4), torch.tensor([1, 2, 3, 4]), torch.zeros(4))
+    counts = [rows.count_ended()]
+    assert [rows.num_steps_until(number) for number in (1, 2, 4)] == [1, 4, 4]
+    for tokens in [(4, 5, 9, 7), (6, 7, 8, 9), (6, 7, 8, 1)]:
+        record(rows, *tokens)
+        counts.append(rows.count_ended())
+    assert counts == [0, 1, 2, 3]
+    assert [rows.num_steps_until(number) for number in (1, 2, 4)] == [0, 1, 1]
+    assert [request for request, *_ in rows.pop_finished(cache)] == [11, 12, 13]
+    assert rows.count_ended() == 0
+    record(rows, 1)
+    assert rows.count_ended() == 1
 
 
 # Shared prompts

@@ -23,9 +23,13 @@ UNLIMITED = 2**30
 """The window of layers without a window: more tokens than any sequence has."""
 _MAX_FLASH_HEAD_DIM = 256
 
+Mix = Callable[[int, Tensor], Tensor]
+"""From a layer's index and concatenated queries, keys and values (tokens, all heads, head_dim),
+before norms and rotary embedding, to the outputs of attention (tokens, heads * head_dim). Keys and
+values are stored in the cache."""
 Store = Callable[[int, Tensor], tuple[Tensor, ...]]
-"""From a layer's index and concatenated queries, keys and values (tokens, all heads, head_dim) to
-the three, after rotary embedding; keys and values are stored in the cache."""
+"""From the same to queries, keys and values, after norms and rotary embedding; keys and values are
+stored in the cache."""
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """From a layer's index and the queries, keys and values (tokens, heads, head_dim), which are also
 in the cache, to outputs (tokens, heads * head_dim)."""
@@ -164,6 +168,14 @@ class Decoder:
         upper_sin = sin[0, :, half:]
         self._cos = cos[0]
         self._signed_sin = torch.cat((-lower_sin, upper_sin), dim=-1)
+        if self._by_kernels:
+            self._heads_of_kernels = self._kernels.Heads(
+                num_queries=self._num_heads,
+                num_keys=self._num_kv_heads,
+                cos=self._cos,
+                signed_sin=self._signed_sin,
+                counters=self._kernels.make_counters(self.device),
+            )
 
     def locate(self, cache: SlotCache) -> None:
         """Tell the kernels where the cache is, in a tensor that keeps its address."""
@@ -198,7 +210,8 @@ class Decoder:
             attention = self._flash_attention(counts)
         else:
             attention = self._prefill_attention(cache, pieces)
-        states_te = self._run(cache, tokens_t, positions_t, slots_t, attention)
+        store = self._storing(cache, positions_t, slots_t)
+        states_te = self._run(tokens_t, _mixing(store, attention))
         return states_te[last]
 
     def _has_flash(self, cache: SlotCache) -> bool:
@@ -220,38 +233,31 @@ class Decoder:
         any slot, and none at position -1. Otherwise row i uses slot i, and all positions are less
         than `length`."""
 
-        def attend(
-            index: int,
-            queries_bhd: Tensor,
-            _keys: Tensor,
-            _values: Tensor,
-        ) -> Tensor:
-            where = (positions_b, slots_b, self._place, index)
+        if self._by_kernels:
+            return self._run(tokens_b, self._mixing_by_kernel(positions_b, slots_b))
+        store = self._storing(cache, positions_b, slots_b)
+        attention = self._decode_attention(cache, positions_b, length)
+        return self._run(tokens_b, _mixing(store, attention))
+
+    def _mixing_by_kernel(self, positions_b: Tensor, slots_b: Tensor) -> Mix:
+        """One kernel for one token of each row, from norms to attention."""
+
+        def mix(index: int, qkv_bhd: Tensor) -> Tensor:
             attended_te: Tensor = self._kernels.attend(
-                queries_bhd,
-                num_kv_heads=self._num_kv_heads,
-                where=where,
+                qkv_bhd,
+                self._heads_of_kernels,
+                self._norms_of_kernels(index),
+                where=(positions_b, slots_b, self._place, index),
                 window=self._windows[index],
                 scale=self._scale,
             )
             return attended_te
 
-        attention: Attention = attend
-        if not self._by_kernels:
-            attention = self._decode_attention(cache, positions_b, length)
-        return self._run(cache, tokens_b, positions_b, slots_b, attention)
+        return mix
 
-    def _run(
-        self,
-        cache: SlotCache,
-        tokens_t: Tensor,
-        positions_t: Tensor,
-        slots_t: Tensor,
-        attention: Attention,
-    ) -> Tensor:
+    def _run(self, tokens_t: Tensor, mix: Mix) -> Tensor:
         """Run all layers. Each layer's second addition already applies the norm of the next layer,
         because one kernel does both."""
-        store = self._storing(cache, positions_t, slots_t)
         x_te = F.embedding(tokens_t, self._embedding)
         normed_te = self.layers[0].input_norm(x_te)
         next_norms = [layer.input_norm for layer in self.layers[1:]]
@@ -259,13 +265,7 @@ class Decoder:
         layers = zip(self.layers, next_norms, strict=True)
         for index, (layer, next_norm) in enumerate(layers):
             qkv_thd = layer.qkv(normed_te).unflatten(1, (-1, self._head_dim))
-            if layer.head_norms is not None:
-                q_norm, k_norm = layer.head_norms
-                queries_thd, keys_thd, values_thd = qkv_thd.split(self._heads, dim=1)
-                qkv_thd = torch.cat((q_norm(queries_thd), k_norm(keys_thd), values_thd), dim=1)
-            queries_thd, keys_thd, values_thd = store(index, qkv_thd)
-            attended_te = attention(index, queries_thd, keys_thd, values_thd)
-            delta_te = self._parallel.sum(layer.out(attended_te))
+            delta_te = self._parallel.sum(layer.out(mix(index, qkv_thd)))
             x_te, normed_te = self._add_norm(x_te, delta_te, layer.mlp_norm)
 
             inner_te = self._gate(layer.gate_up(normed_te))
@@ -299,6 +299,14 @@ class Decoder:
         gated_te: Tensor = self._activation(gates_te) * up_te
         return gated_te
 
+    def _norms_of_kernels(self, index: int) -> tuple[Tensor, Tensor, float] | None:
+        """The norms of a layer's queries and keys."""
+        head_norms = self.layers[index].head_norms
+        if head_norms is None:
+            return None
+        q_norm, k_norm = head_norms
+        return q_norm.weight, k_norm.weight, q_norm.eps
+
     def _storing(
         self,
         cache: SlotCache,
@@ -311,9 +319,8 @@ class Decoder:
             where = (positions_t, slots_t, self._place, index)
             self._kernels.rotate_and_store(
                 qkv_thd,
-                self._num_heads,
-                self._cos,
-                self._signed_sin,
+                self._heads_of_kernels,
+                self._norms_of_kernels(index),
                 where,
             )
             return tuple(qkv_thd.split(self._heads, dim=1))
@@ -329,6 +336,11 @@ class Decoder:
         first_value = self._num_heads + self._num_kv_heads
 
         def store(index: int, qkv_thd: Tensor) -> tuple[Tensor, ...]:
+            head_norms = self.layers[index].head_norms
+            if head_norms is not None:
+                q_norm, k_norm = head_norms
+                queries_thd, keys_thd, values_thd = qkv_thd.split(self._heads, dim=1)
+                qkv_thd = torch.cat((q_norm(queries_thd), k_norm(keys_thd), values_thd), dim=1)
             # Queries and keys are rotated together, which takes half as many operations.
             qk_thd = qkv_thd[:, :first_value]
             values_thd = qkv_thd[:, first_value:]
@@ -464,6 +476,16 @@ class Decoder:
             return torch.cat(outputs)
 
         return attend
+
+
+def _mixing(store: Store, attention: Attention) -> Mix:
+    """First store, then attend."""
+
+    def mix(index: int, qkv_thd: Tensor) -> Tensor:
+        queries_thd, keys_thd, values_thd = store(index, qkv_thd)
+        return attention(index, queries_thd, keys_thd, values_thd)
+
+    return mix
 
 
 def _group_alike(pieces: list[Piece]) -> list[list[Piece]]:

@@ -28,8 +28,12 @@ from rolepool.rollout.step_graphs import StepGraphs, bucket_of
 from rolepool.rollout.tensor_parallel import TensorParallel
 
 _REFILL_FRACTION = 8
-"""Prompts enter when an eighth of the slots is free, because prefilling one short prompt takes
+_REFILL_FRACTION_FOR_THROUGHPUT = 12
+"""Prompts enter when this part of the slots is free, because prefilling one short prompt takes
 about as long as prefilling several."""
+_MOST_STEPS_AT_ONCE = 64
+"""Decode steps whose work is recorded together. It is counted from the tokens that the rows have at
+the beginning."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,12 @@ class Schedule:
     of the running ones."""
     check_interval: int
     """Decode steps between two checks for sequences that have ended."""
+    for_throughput: bool
+    """Whether only the time matters until all requests have ended, and nobody waits for one of
+    them. Then those that may become longest start first, because otherwise few rows would run at
+    the end. A sequence that has ended stays in the batch until removing it is of use: until enough
+    requests can join, or until steps get smaller. So the host needs to wait for the GPU less
+    often."""
 
 
 class Machinery(NamedTuple):
@@ -149,7 +159,10 @@ class Generation:
                 num_new=request.num_new(sampling),
                 stream=stream,
             )
-        self._waiting.extend(numbers)
+        order = list(numbers)
+        if self._schedule.for_throughput:
+            order.sort(key=lambda number: -self._entries[number].num_new)
+        self._waiting.extend(order)
         self._num_submitted += len(requests)
         return numbers
 
@@ -164,7 +177,9 @@ class Generation:
                 self._admit(prefills)
         else:
             self._decode()
-        completions = []
+        completions: list[tuple[int, Completion]] = []
+        if not self._removes_ended():
+            return completions
         stops = self._batch.stop_token_ids
         finished = self._batch.pop_finished(self._cache, self._keep)
         for number, tokens, log_probs in finished:
@@ -182,11 +197,38 @@ class Generation:
             return True
         # A prefill takes about as long as a decode step, so it should add enough requests.
         num_free = self._num_slots - num_running
-        part_of_slots = max(1, self._num_slots // _REFILL_FRACTION)
-        num_wanted = min(num_waiting, part_of_slots)
+        num_wanted = self._num_to_join()
         are_many = num_waiting * _REFILL_FRACTION >= num_running
         waited_long = self._num_steps >= self._schedule.patience_steps
         return num_free >= num_wanted and (are_many or waited_long)
+
+    def _num_to_join(self) -> int:
+        """The smallest number of waiting requests that join together."""
+        fraction = _REFILL_FRACTION
+        if self._schedule.for_throughput:
+            fraction = _REFILL_FRACTION_FOR_THROUGHPUT
+        part_of_slots = max(1, self._num_slots // fraction)
+        return min(len(self._waiting), part_of_slots)
+
+    # Leaving
+
+    def _removes_ended(self) -> bool:
+        """Whether to look for sequences that have ended and to remove them."""
+        if not self._schedule.for_throughput or self._batch.num_running == 0:
+            return True
+        return self._batch.count_ended() >= self._num_ended_of_use()
+
+    def _num_ended_of_use(self) -> int:
+        """The smallest number of ended sequences whose removal is of use."""
+        num_running = self._batch.num_running
+        if self._waiting:
+            num_free = self._num_slots - num_running
+            return max(1, self._num_to_join() - num_free)
+        size = bucket_of(num_running, self._num_slots)
+        num_left = num_running - 1
+        while num_left > 0 and bucket_of(num_left, self._num_slots) == size:
+            num_left -= 1
+        return num_running - num_left
 
     # Entering
 
@@ -245,9 +287,12 @@ class Generation:
                 self._conversations.restore(entry.conversation, slot, prefill.start)
         micro_batches = _split_prompts(prefills, self._schedule.max_num_batched_tokens)
         final = torch.cat([self._prefill(prefills, pieces, slots) for pieces in micro_batches])
-        for row in range(len(prefills), len(numbers)):
-            source = slots[prompt_of_row[row]]
-            self._cache.copy(source, slots[row], lengths[row])
+        first_copy = len(prefills)
+        self._cache.copy_all(
+            sources=[slots[prompt] for prompt in prompt_of_row[first_copy:]],
+            targets=slots[first_copy:],
+            lengths=lengths[first_copy:],
+        )
         prompts = on_device(torch.tensor(prompt_of_row), final.device)
         rows = slice(first_row, first_row + len(numbers))
         self._sample(rows, final[prompts])
@@ -281,12 +326,23 @@ class Generation:
 
     def _decode(self) -> None:
         """Run decode steps until the next check for sequences that have ended."""
-        num_steps = min(self._schedule.check_interval, self._batch.num_steps_left)
+        num_steps = min(self._num_steps_to_check(), self._batch.num_steps_left)
         num_tokens = num_steps * self._batch.num_running
         num_attended = num_tokens * self._batch.length
         with part("decode", num_tokens, num_attended, num_pieces=num_steps):
             for _ in range(num_steps):
                 self._step()
+
+    def _num_steps_to_check(self) -> int:
+        """The number of steps until the next check for sequences that have ended."""
+        interval = self._schedule.check_interval
+        if not self._schedule.for_throughput:
+            return interval
+        if not self._batch.stop_token_ids:
+            # Then all ends are known.
+            interval = _MOST_STEPS_AT_ONCE
+        num_ended = self._num_ended_of_use()
+        return min(interval, max(1, self._batch.num_steps_until(num_ended)))
 
     def _step(self) -> None:
         """Run the newest token of every row, and sample the next one."""

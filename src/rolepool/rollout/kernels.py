@@ -1,4 +1,4 @@
-"""Triton kernels: what a GPU computes between matrix products, and sampling.
+"""Triton kernels: what a GPU computes between matrix products.
 
 A captured step is used longer than the cache that it was captured with, so kernels find the cache
 through `place`: a tensor with the addresses of keys and values, the number of slots and their
@@ -9,11 +9,12 @@ float32. Imported only on machines with a GPU.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 Where = tuple[Tensor, Tensor, Tensor, int]
 """Where tokens are in the cache: the position and the slot of each, the cache's `place`, and the
@@ -23,12 +24,28 @@ _SPLITS = (1, 4, 16)
 compile."""
 _NUM_PROGRAMS = 256
 """Number of programs that keep a GPU busy; if there are fewer rows, rows are split."""
-_VOCAB_BLOCK = 4096
-_NUM_HALVINGS = tl.constexpr(30)
-"""Bisection steps over the range of a row's scores, until float32 cannot distinguish more of
-them."""
 _LOG2_E = 1.4426950408889634
 """The logarithm of e to base 2, because kernels use powers of 2."""
+
+
+class Heads(NamedTuple):
+    """The heads of all layers, and the tables of rotary embedding: (positions, head_dim), in which
+    the lower half of the sines is negated. `counters` are for `attend` alone."""
+
+    num_queries: int
+    num_keys: int
+    cos: Tensor
+    signed_sin: Tensor
+    counters: Tensor
+
+
+def make_counters(device: torch.device) -> Tensor:
+    """How many parts of a row and its key head are finished: 0 between launches."""
+    return torch.zeros(_NUM_PROGRAMS, dtype=torch.int32, device=device)
+
+
+HeadNorms = tuple[Tensor, Tensor, float]
+"""RMS norms of queries and keys, over each head: the two weights, and epsilon."""
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -36,19 +53,23 @@ def _rotate_and_store(
     qkv_ptr,
     cos_ptr,
     signed_sin_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
     positions_ptr,
     slots_ptr,
     place_ptr,
     layer,
+    eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     KV_HEADS_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
 ):
-    """For one token: rotate its queries and keys in place, and write keys and values to the
-    cache."""
+    """For one token: norm and rotate its queries and keys in place, and write keys and values to
+    the cache."""
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
@@ -72,19 +93,32 @@ def _rotate_and_store(
     is_turned = (h < NUM_HEADS + NUM_KV_HEADS) & (d < HALF)
     lower_ptr = row + h * HEAD_DIM + d
     upper_ptr = lower_ptr + HALF
-    lower = tl.load(lower_ptr, mask=is_turned).to(tl.float32)
-    upper = tl.load(upper_ptr, mask=is_turned).to(tl.float32)
+    lower = tl.load(lower_ptr, mask=is_turned, other=0.0).to(tl.float32)
+    upper = tl.load(upper_ptr, mask=is_turned, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        square = tl.sum(lower * lower + upper * upper, axis=1, keep_dims=True)
+        factor = tl.rsqrt(square / HEAD_DIM + eps)
+        is_query = is_turned & (h < NUM_HEADS)
+        is_key = is_turned & (h >= NUM_HEADS)
+        dtype = qkv_ptr.dtype.element_ty
+        lower_weight = tl.load(query_norm_ptr + d + 0 * h, mask=is_query, other=0.0)
+        lower_weight += tl.load(key_norm_ptr + d + 0 * h, mask=is_key, other=0.0)
+        upper_weight = tl.load(query_norm_ptr + HALF + d + 0 * h, mask=is_query, other=0.0)
+        upper_weight += tl.load(key_norm_ptr + HALF + d + 0 * h, mask=is_key, other=0.0)
+        # Rounded like the output of a norm, before it is rotated.
+        lower = (lower * factor * lower_weight.to(tl.float32)).to(dtype).to(tl.float32)
+        upper = (upper * factor * upper_weight.to(tl.float32)).to(dtype).to(tl.float32)
     turned_lower = lower * cos - upper * sin
     turned_upper = upper * cos + lower * sin
     tl.store(lower_ptr, turned_lower, mask=is_turned)
     tl.store(upper_ptr, turned_upper, mask=is_turned)
 
     is_used = position >= 0
-    is_key = is_turned & (h >= NUM_HEADS) & is_used
+    is_stored = is_turned & (h >= NUM_HEADS) & is_used
     key_line = first_line + (h - NUM_HEADS) * length
     key_ptr = keys + key_line * HEAD_DIM + d
-    tl.store(key_ptr, turned_lower, mask=is_key)
-    tl.store(key_ptr + HALF, turned_upper, mask=is_key)
+    tl.store(key_ptr, turned_lower, mask=is_stored)
+    tl.store(key_ptr + HALF, turned_upper, mask=is_stored)
 
     # Values are stored as they are.
     h = tl.arange(0, KV_HEADS_PAD)[:, None]
@@ -99,40 +133,115 @@ def _rotate_and_store(
 
 def rotate_and_store(
     qkv_thd: Tensor,
-    num_heads: int,
-    cos: Tensor,
-    signed_sin: Tensor,
+    heads: Heads,
+    norms: HeadNorms | None,
     where: Where,
 ) -> None:
-    """Rotate queries and keys by their positions, in place; store keys and values in the cache."""
+    """Norm queries and keys if there are norms, and rotate them by their positions, in place; store
+    keys and values in the cache."""
     num_tokens, num_all, head_dim = qkv_thd.shape
-    num_kv_heads = (num_all - num_heads) // 2
+    # Not read without norms, but a kernel needs some tensors.
+    query_norm, key_norm, eps = norms or (heads.cos, heads.cos, 0.0)
     _rotate_and_store[(num_tokens,)](
         qkv_thd,
-        cos,
-        signed_sin,
+        heads.cos,
+        heads.signed_sin,
+        query_norm,
+        key_norm,
         *where,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
+        eps,
+        NUM_HEADS=heads.num_queries,
+        NUM_KV_HEADS=heads.num_keys,
         HEAD_DIM=head_dim,
-        HEADS_PAD=triton.next_power_of_2(num_heads + num_kv_heads),
-        KV_HEADS_PAD=triton.next_power_of_2(num_kv_heads),
+        HEADS_PAD=triton.next_power_of_2(num_all - heads.num_keys),
+        KV_HEADS_PAD=triton.next_power_of_2(heads.num_keys),
         HALF_PAD=triton.next_power_of_2(head_dim // 2),
+        HAS_NORMS=norms is not None,
     )
+
+
+@triton.jit
+def _rotated_heads(
+    heads_ptr,
+    d,
+    is_number,
+    cos,
+    signed_sin,
+    norm_ptr,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """The heads at these addresses: normed if there is a norm, and rotated."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    partner = tl.where(d < HALF, d + HALF, d - HALF)
+    x = tl.load(heads_ptr + d, mask=is_number, other=0.0).to(tl.float32)
+    x_partner = tl.load(heads_ptr + partner, mask=is_number, other=0.0).to(tl.float32)
+    dtype = heads_ptr.dtype.element_ty
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / HEAD_DIM + eps)
+        weight = tl.load(norm_ptr + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+        partner_weight = tl.load(norm_ptr + partner, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+        # Rounded like the output of a norm, before it is rotated.
+        x = (x * factor * weight).to(dtype).to(tl.float32)
+        x_partner = (x_partner * factor * partner_weight).to(dtype).to(tl.float32)
+    return (x * cos + x_partner * signed_sin).to(dtype)
+
+
+@triton.jit
+def _joined_parts(
+    parts_ptr,
+    log_sums_ptr,
+    head,
+    d,
+    is_head,
+    HEAD_DIM: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """The outputs of heads from those of their parts. They are read past the L1 cache, because
+    other programs have just written them."""
+    is_number = is_head[:, None] & (d < HEAD_DIM)[None, :]
+    largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    output = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for split in tl.static_range(SPLITS):
+        place = head * SPLITS + split
+        log_sum_ptr = log_sums_ptr + place
+        log_sum = tl.load(log_sum_ptr, mask=is_head, other=-float("inf"), cache_modifier=".cg")
+        part_ptr = parts_ptr + place[:, None] * HEAD_DIM + d[None, :]
+        part = tl.load(part_ptr, mask=is_number, other=0.0, cache_modifier=".cg")
+        new_largest = tl.maximum(largest, log_sum)
+        base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+        shrink = tl.exp2(largest - base)
+        weight = tl.exp2(log_sum - base)
+        total = total * shrink + weight
+        output = output * shrink[:, None] + part * weight[:, None]
+        largest = new_largest
+    # No part has a token if the row is not in use.
+    divisor = tl.where(total > 0, total, 1.0)
+    return output / divisor[:, None]
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _attend(
-    queries_ptr,
+    qkv_ptr,
     outputs_ptr,
+    parts_ptr,
     log_sums_ptr,
+    counters_ptr,
+    cos_ptr,
+    signed_sin_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
     positions_ptr,
     slots_ptr,
     place_ptr,
     layer,
     window,
     scale,
-    query_stride,
+    eps,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -140,14 +249,17 @@ def _attend(
     DIM_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
 ):
-    """One part of one row: all queries of a group with the keys that they share, each read once."""
+    """One part of one row: all queries of a group with the keys that they share, each read once.
+    The first part also stores the row's own key and value, and attends to them."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    # The tokens of this part. All parts but the last have whole blocks.
-    end = tl.load(positions_ptr + row).to(tl.int32) + 1
-    start = tl.maximum(end - window, 0)
+    position = tl.load(positions_ptr + row)
+    # The earlier tokens of this part. All parts but the last have whole blocks.
+    end = tl.maximum(position, 0).to(tl.int32)
+    start = tl.maximum(end + 1 - window, 0)
     tokens_of_part = tl.cdiv(end - start, SPLITS)
     share = tl.cdiv(tokens_of_part, BLOCK) * BLOCK
     start += split * share
@@ -158,21 +270,57 @@ def _attend(
     length = tl.load(place_ptr + 3)
     slot = tl.load(slots_ptr + row)
     line = ((layer * num_slots + slot) * NUM_KV_HEADS + kv_head) * length
-    keys = tl.load(place_ptr).to(queries_ptr.dtype)
+    keys = tl.load(place_ptr).to(qkv_ptr.dtype)
     keys = tl.multiple_of(keys, 16) + line * HEAD_DIM
-    values = tl.load(place_ptr + 1).to(queries_ptr.dtype)
+    values = tl.load(place_ptr + 1).to(qkv_ptr.dtype)
     values = tl.multiple_of(values, 16) + line * HEAD_DIM
 
+    # The row's own queries, key and value.
+    NUM_HEADS: tl.constexpr = GROUP * NUM_KV_HEADS
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, DIM_PAD)
     is_number = (d < HEAD_DIM)[None, :]
     is_query = (g < GROUP)[:, None] & is_number
     heads = kv_head * GROUP + g
-    query_ptr = queries_ptr + row * query_stride + heads[:, None] * HEAD_DIM + d[None, :]
-    query = tl.load(query_ptr, mask=is_query, other=0.0)
-    largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
+    row_ptr = qkv_ptr + row * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    own_value_ptr = row_ptr + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM + d[None, :]
+    own_value = tl.load(own_value_ptr, mask=is_number, other=0.0)
+    angle = tl.maximum(position, 0) * HEAD_DIM + d[None, :]
+    cos = tl.load(cos_ptr + angle, mask=is_number, other=0.0).to(tl.float32)
+    signed_sin = tl.load(signed_sin_ptr + angle, mask=is_number, other=0.0).to(tl.float32)
+    query = _rotated_heads(
+        row_ptr + heads[:, None] * HEAD_DIM,
+        d[None, :],
+        is_query,
+        cos,
+        signed_sin,
+        query_norm_ptr,
+        eps,
+        HEAD_DIM,
+        HAS_NORMS,
+    )
+    own_key = _rotated_heads(
+        row_ptr + (NUM_HEADS + kv_head) * HEAD_DIM,
+        d[None, :],
+        is_number,
+        cos,
+        signed_sin,
+        key_norm_ptr,
+        eps,
+        HEAD_DIM,
+        HAS_NORMS,
+    )
+    # A row that is not in use has no token at all.
+    has_own = (split == 0) & (position >= 0)
+    own_place = position * HEAD_DIM + d[None, :]
+    tl.store(keys + own_place, own_key, mask=is_number & has_own)
+    tl.store(values + own_place, own_value, mask=is_number & has_own)
+    own_score = tl.sum(query.to(tl.float32) * own_key.to(tl.float32), axis=1) * scale
+    largest = tl.where(has_own, own_score, -float("inf"))
+    total = tl.zeros([GROUP_PAD], tl.float32) + tl.where(has_own, 1.0, 0.0)
     output = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    output += tl.where(has_own, own_value.to(tl.float32), 0.0)
+
     for first in range(start, end, BLOCK):
         t = first + tl.arange(0, BLOCK)
         is_inside = t < end
@@ -193,95 +341,86 @@ def _attend(
     # No token is seen by a row that is not in use, or if there are more parts than blocks.
     divisor = tl.where(total > 0, total, 1.0)
     output = output / divisor[:, None]
-    place = (row * NUM_KV_HEADS * GROUP + heads) * SPLITS + split
-    output_ptr = outputs_ptr + place[:, None] * HEAD_DIM + d[None, :]
-    tl.store(output_ptr, output, mask=is_query)
-    if SPLITS > 1:
+    head = row * NUM_HEADS + heads
+    output_ptr = outputs_ptr + head[:, None] * HEAD_DIM + d[None, :]
+    if SPLITS == 1:
+        tl.store(output_ptr, output, mask=is_query)
+    else:
+        place = head * SPLITS + split
+        part_ptr = parts_ptr + place[:, None] * HEAD_DIM + d[None, :]
+        tl.store(part_ptr, output, mask=is_query)
         log_sum = largest + tl.log2(total)
         tl.store(log_sums_ptr + place, log_sum, mask=g < GROUP)
-
-
-@triton.jit
-def _join_parts(
-    parts_ptr,
-    log_sums_ptr,
-    outputs_ptr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    head = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, SPLITS)
-    d = tl.arange(0, DIM_PAD)
-    is_number = d < HEAD_DIM
-    place = head * SPLITS + s
-    log_sum = tl.load(log_sums_ptr + place)
-    largest = tl.max(log_sum)
-    base = tl.where(largest == -float("inf"), 0.0, largest)
-    weight = tl.exp2(log_sum - base)
-    part_ptr = parts_ptr + place[:, None] * HEAD_DIM + d[None, :]
-    part = tl.load(part_ptr, mask=is_number[None, :], other=0.0)
-    total = tl.sum(weight)
-    divisor = tl.where(total > 0, total, 1.0)
-    output = tl.sum(part * weight[:, None], axis=0) / divisor
-    tl.store(outputs_ptr + head * HEAD_DIM + d, output, mask=is_number)
+        # Whoever finishes last joins the parts. First all threads of this program have stored, then
+        # one of them counts, which publishes what they stored.
+        tl.debug_barrier()
+        counter_ptr = counters_ptr + row * NUM_KV_HEADS + kv_head
+        num_before = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+        if num_before == SPLITS - 1:
+            tl.store(counter_ptr, 0)  # for the next launch
+            output = _joined_parts(
+                parts_ptr, log_sums_ptr, head, d, g < GROUP, HEAD_DIM, GROUP_PAD, DIM_PAD, SPLITS
+            )
+            tl.store(output_ptr, output, mask=is_query)
 
 
 def attend(
-    queries_bhd: Tensor,
-    num_kv_heads: int,
+    qkv_bhd: Tensor,
+    heads: Heads,
+    norms: HeadNorms | None,
     where: Where,
     window: int,
     scale: float,
 ) -> Tensor:
-    """Attention of one token per row to the last `window` tokens of its slot, up to its own
-    position: (rows, heads * head_dim)."""
-    num_rows, num_heads, head_dim = queries_bhd.shape
-    wanted = _NUM_PROGRAMS / (num_rows * num_kv_heads)
+    """Store the key and the value of one token of each row in the cache, and attend to the last
+    `window` tokens of its slot, up to itself: (rows, heads * head_dim). Queries and keys are normed
+    if there are norms, and rotated; `qkv_bhd` is not changed."""
+    num_rows, _, head_dim = qkv_bhd.shape
+    wanted = _NUM_PROGRAMS / (num_rows * heads.num_keys)
     num_splits = next((splits for splits in _SPLITS if splits >= wanted), _SPLITS[-1])
-    device = queries_bhd.device
+    device = qkv_bhd.device
     outputs = torch.empty(
         num_rows,
-        num_heads * head_dim,
-        dtype=queries_bhd.dtype,
+        heads.num_queries * head_dim,
+        dtype=qkv_bhd.dtype,
         device=device,
     )
-    # With one part its outputs are those of the row, and nobody reads the sums.
+    # Not used with one part, but a kernel needs some tensors.
     parts = outputs
     log_sums = outputs
     if num_splits > 1:
-        parts_size = (num_rows, num_heads, num_splits)
+        assert num_rows * heads.num_keys < _NUM_PROGRAMS
+        parts_size = (num_rows, heads.num_queries, num_splits)
         parts = torch.empty(*parts_size, head_dim, dtype=torch.float32, device=device)
         log_sums = torch.empty(parts_size, dtype=torch.float32, device=device)
-    group_size = num_heads // num_kv_heads
+    # Not read without norms, but a kernel needs some tensors.
+    query_norm, key_norm, eps = norms or (heads.cos, heads.cos, 0.0)
+    group_size = heads.num_queries // heads.num_keys
     dim_pad = _padded_for_product(head_dim)
-    _attend[(num_rows, num_kv_heads, num_splits)](
-        queries_bhd,
+    _attend[(num_rows, heads.num_keys, num_splits)](
+        qkv_bhd,
+        outputs,
         parts,
         log_sums,
+        heads.counters,
+        heads.cos,
+        heads.signed_sin,
+        query_norm,
+        key_norm,
         *where,
         window,
         scale * _LOG2_E,
-        queries_bhd.stride(0),
+        eps,
         GROUP=group_size,
-        NUM_KV_HEADS=num_kv_heads,
+        NUM_KV_HEADS=heads.num_keys,
         HEAD_DIM=head_dim,
         GROUP_PAD=_padded_for_product(group_size),
         DIM_PAD=dim_pad,
-        BLOCK=64 if queries_bhd.dtype.itemsize == 2 else 32,
+        BLOCK=64 if qkv_bhd.dtype.itemsize == 2 else 32,
         SPLITS=num_splits,
+        HAS_NORMS=norms is not None,
         num_stages=3 if dim_pad <= 64 else 2,
     )
-    if num_splits > 1:
-        _join_parts[(num_rows * num_heads,)](
-            parts,
-            log_sums,
-            outputs,
-            HEAD_DIM=head_dim,
-            DIM_PAD=dim_pad,
-            SPLITS=num_splits,
-            num_warps=2,
-        )
     return outputs
 
 
@@ -369,243 +508,118 @@ def silu_gate(gate_up_te: Tensor) -> Tensor:
 
 
 @triton.jit
-def _mass_above(
-    row_ptr,
-    inverse_temperature,
-    largest,
-    least,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COUNT: tl.constexpr,
-):
-    """For a row's scores above `least`: their number, or the sum of their exponentials."""
-    mass = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, VOCAB, BLOCK):
-        v = first + tl.arange(0, BLOCK)
-        logit = tl.load(row_ptr + v, mask=v < VOCAB, other=-float("inf"))
-        score = logit.to(tl.float32) * inverse_temperature
-        mass += tl.where(score > least, 1.0 if COUNT else tl.exp(score - largest), 0.0)
-    return tl.sum(mass)
-
-
-@triton.jit
-def _find_floor(
-    logits_ptr,
-    floors_ptr,
-    inverse_temperature,
-    row_stride,
-    top_k,
-    top_p,
-    VOCAB: tl.constexpr,
+def _copy_slots(
+    keys_ptr,
+    values_ptr,
+    copies_ptr,
+    num_slots,
+    length,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the floor by bisection, first for top-k, then for top-p."""
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * row_stride
-    highest = tl.full([BLOCK], -float("inf"), tl.float32)
-    lowest = tl.full([BLOCK], float("inf"), tl.float32)
-    for first in range(0, VOCAB, BLOCK):
-        v = first + tl.arange(0, BLOCK)
-        logit = tl.load(row_ptr + v, mask=v < VOCAB, other=-float("inf"))
-        score = logit.to(tl.float32) * inverse_temperature
-        highest = tl.maximum(highest, score)
-        finite_score = tl.where(score > -float("inf"), score, float("inf"))
-        lowest = tl.minimum(lowest, finite_score)
-    largest = tl.max(highest)
-    floor = tl.min(lowest) - 1.0
-    if top_k < VOCAB:
-        above = largest
-        for _ in range(_NUM_HALVINGS):
-            middle = 0.5 * (floor + above)
-            num_above = _mass_above(
-                row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, True
-            )
-            is_enough = num_above >= top_k
-            floor = tl.where(is_enough, middle, floor)
-            above = tl.where(is_enough, above, middle)
-    if top_p < 1:
-        above = largest
-        total = _mass_above(row_ptr, inverse_temperature, largest, floor, VOCAB, BLOCK, False)
-        wanted = top_p * total
-        for _ in range(_NUM_HALVINGS):
-            middle = 0.5 * (floor + above)
-            mass = _mass_above(row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, False)
-            is_enough = mass >= wanted
-            floor = tl.where(is_enough, middle, floor)
-            above = tl.where(is_enough, above, middle)
-    tl.store(floors_ptr + row, floor)
+    """Copy the first tokens of one head of one slot in one layer, which are adjacent."""
+    copy = tl.program_id(0)
+    num_copies = tl.num_programs(0)
+    layer_and_head = tl.program_id(1).to(tl.int64)
+    layer = layer_and_head // NUM_KV_HEADS
+    head = layer_and_head % NUM_KV_HEADS
+    source = tl.load(copies_ptr + copy)
+    target = tl.load(copies_ptr + num_copies + copy)
+    num_tokens = tl.load(copies_ptr + 2 * num_copies + copy)
+    size = num_tokens.to(tl.int32) * HEAD_DIM
+    from_line = ((layer * num_slots + source) * NUM_KV_HEADS + head) * length
+    to_line = ((layer * num_slots + target) * NUM_KV_HEADS + head) * length
+    for first in range(0, size, BLOCK):
+        e = first + tl.arange(0, BLOCK)
+        inside = e < size
+        key = tl.load(keys_ptr + from_line * HEAD_DIM + e, mask=inside)
+        value = tl.load(values_ptr + from_line * HEAD_DIM + e, mask=inside)
+        tl.store(keys_ptr + to_line * HEAD_DIM + e, key, mask=inside)
+        tl.store(values_ptr + to_line * HEAD_DIM + e, value, mask=inside)
 
 
-def find_floors(
-    logits_bv: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-) -> Tensor:
-    """For each row the number above which top-k and top-p keep scores (logits divided by
-    temperature)."""
-    num_rows, vocab_size = logits_bv.shape
-    floors_b = torch.empty(num_rows, dtype=torch.float32, device=logits_bv.device)
-    _find_floor[(num_rows,)](
-        logits_bv,
-        floors_b,
-        1 / temperature,
-        logits_bv.stride(0),
-        top_k if top_k > 0 else vocab_size,
-        float(top_p),
-        VOCAB=vocab_size,
-        BLOCK=_VOCAB_BLOCK,
-        num_warps=16,
+def copy_slots(keys: Tensor, values: Tensor, copies: Tensor) -> None:
+    """Copy slots of a cache (layers, slots, heads, length, head_dim). The rows of `copies` are
+    sources, targets and numbers of tokens."""
+    num_layers, num_slots, num_heads, length, head_dim = keys.shape
+    _copy_slots[(copies.shape[1], num_layers * num_heads)](
+        keys,
+        values,
+        copies,
+        num_slots,
+        length,
+        NUM_KV_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK=2048,
     )
-    return floors_b
 
 
-@triton.jit
-def _mix32(x):
-    """A bijection of 32 bits in which every input bit affects every output bit."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _race(
-    logits_ptr,
-    streams_ptr,
+@triton.jit(do_not_specialize=["first_row", "num_rows", "num_stops"])
+def _record(
+    tokens_ptr,
+    positions_ptr,
     steps_ptr,
-    floors_ptr,
-    sums_ptr,
-    tokens_ptr,
-    inverse_temperature,
-    row_stride,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GREEDY: tl.constexpr,
-    HAS_FLOOR: tl.constexpr,
-):
-    """The winner among one block of a row's tokens, and the block's part of the softmax
-    denominator."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    num_blocks = tl.num_programs(1)
-    v = block * BLOCK + tl.arange(0, BLOCK)
-    logit_ptr = logits_ptr + row * row_stride + v
-    logit = tl.load(logit_ptr, mask=v < VOCAB, other=-float("inf"))
-    score = logit.to(tl.float32) * inverse_temperature
-    if HAS_FLOOR:
-        floor = tl.load(floors_ptr + row)
-        score = tl.where(score > floor, score, -float("inf"))
-    largest = tl.max(score)
-    base = tl.where(largest == -float("inf"), 0.0, largest)
-    share = tl.exp(score - base)
-    if GREEDY:
-        entry = score
-    else:
-        # A token's time is exponential with its probability as rate; the earliest token is the
-        # sample. Arithmetic dominates this kernel, so it uses fast functions, with relative errors
-        # of about 1e-5.
-        stream = tl.load(streams_ptr + row).to(tl.uint64, bitcast=True)
-        step = tl.load(steps_ptr + row).to(tl.uint64, bitcast=True)
-        key = stream + (step + 1) * 0x9E3779B97F4A7C15
-        key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9
-        key = (key ^ (key >> 27)) * 0x94D049BB133111EB
-        key = key ^ (key >> 31)
-        lower_key = key.to(tl.uint32)
-        upper_key = (key >> 32).to(tl.uint32)
-        bits = _mix32(_mix32(v.to(tl.uint32) ^ lower_key) + upper_key)
-        # 2**-32 and half of it.
-        uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
-        # The earliest times decide, and there 1 - uniform has lost the bits that distinguish them.
-        early = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
-        time = tl.where(uniform < 0.02, early, -libdevice.fast_logf(1.0 - uniform))
-        entry = libdevice.fast_dividef(share, time)
-    winner = tl.argmax(entry, axis=0)
-    is_winner = tl.arange(0, BLOCK) == winner
-    winning_score = tl.sum(tl.where(is_winner, score, 0.0))
-    first = tl.max(entry)
-    # Four numbers of each block, in four planes of `sums`.
-    place = row * num_blocks + block
-    plane = tl.num_programs(0).to(tl.int64) * num_blocks
-    sum_ptr = sums_ptr + place
-    tl.store(sum_ptr, largest)
-    tl.store(sum_ptr + plane, tl.sum(share))
-    tl.store(sum_ptr + 2 * plane, first if GREEDY else base + tl.log(first))
-    tl.store(sum_ptr + 3 * plane, winning_score)
-    tl.store(tokens_ptr + place, block * BLOCK + winner)
-
-
-@triton.jit
-def _finish_race(
-    sums_ptr,
-    block_tokens_ptr,
-    tokens_ptr,
+    limits_ptr,
+    slots_ptr,
+    sampled_ptr,
     log_probs_ptr,
-    num_blocks,
-    VOCAB: tl.constexpr,
-    BLOCKS_PAD: tl.constexpr,
+    stops_ptr,
+    new_tokens_ptr,
+    new_log_probs_ptr,
+    sampled_stride,
+    first_row,
+    num_rows,
+    num_stops,
+    BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    b = tl.arange(0, BLOCKS_PAD)
-    place = row * num_blocks + b
-    plane = tl.num_programs(0).to(tl.int64) * num_blocks
-    inside = b < num_blocks
-    sum_ptr = sums_ptr + place
-    largest = tl.load(sum_ptr, mask=inside, other=-float("inf"))
-    shares = tl.load(sum_ptr + plane, mask=inside, other=0.0)
-    entries = tl.load(sum_ptr + 2 * plane, mask=inside, other=-float("inf"))
-    scores = tl.load(sum_ptr + 3 * plane, mask=inside, other=0.0)
-    block_tokens = tl.load(block_tokens_ptr + place, mask=inside, other=0)
+    """For a block of rows: append the new token of each, unless the row has ended."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = first_row + number
+    is_row = number < num_rows
+    steps = tl.load(steps_ptr + row, mask=is_row, other=0)
+    limits = tl.load(limits_ptr + row, mask=is_row, other=0)
+    slots = tl.load(slots_ptr + row, mask=is_row, other=0)
+    positions = tl.load(positions_ptr + row, mask=is_row, other=0)
+    tokens = tl.load(new_tokens_ptr + number, mask=is_row, other=0)
+    log_probs = tl.load(new_log_probs_ptr + number, mask=is_row, other=0.0)
+    is_active = is_row & (steps < limits)
+    place = slots * sampled_stride + steps
+    tl.store(sampled_ptr + place, tokens, mask=is_active)
+    tl.store(log_probs_ptr + place, log_probs, mask=is_active)
+    tl.store(tokens_ptr + row, tokens, mask=is_active)
+    tl.store(positions_ptr + row, positions + 1, mask=is_active)
+    tl.store(steps_ptr + row, steps + 1, mask=is_active)
+    is_stop = tl.zeros([BLOCK], tl.int1)
+    for index in range(num_stops):
+        is_stop = is_stop | (tokens == tl.load(stops_ptr + index))
+    tl.store(limits_ptr + row, steps + 1, mask=is_active & is_stop)
 
-    most = tl.max(largest)
-    total = tl.sum(shares * tl.exp(largest - most))
-    is_winner = b == tl.argmax(entries, axis=0)
-    score = tl.sum(tl.where(is_winner, scores, 0.0))
-    token = tl.sum(tl.where(is_winner, block_tokens, 0))
-    tl.store(tokens_ptr + row, tl.minimum(token, VOCAB - 1).to(tl.int64))
-    tl.store(log_probs_ptr + row, score - most - tl.log(total))
+
+class BatchTensors(NamedTuple):
+    """The tensors of a `DecodeBatch`: numbers of its rows, and what its slots have sampled."""
+
+    tokens: Tensor
+    positions: Tensor
+    steps: Tensor
+    limits: Tensor
+    slots: Tensor
+    sampled: Tensor
+    log_probs: Tensor
+    stops: Tensor
 
 
-def race(
-    logits_bv: Tensor,
-    streams_b: Tensor,
-    steps_b: Tensor,
-    temperature: float,
-    greedy: bool,
-    floors_b: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """A token of each row, sampled from its softmax at `temperature` above its floor, or the best
-    one; its log-prob."""
-    num_rows, vocab_size = logits_bv.shape
-    num_blocks = triton.cdiv(vocab_size, _VOCAB_BLOCK)
-    device = logits_bv.device
-    sums = torch.empty(4, num_rows, num_blocks, dtype=torch.float32, device=device)
-    block_tokens = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device)
-    tokens_b = torch.empty(num_rows, dtype=torch.int64, device=device)
-    log_probs_b = torch.empty(num_rows, dtype=torch.float32, device=device)
-    _race[(num_rows, num_blocks)](
-        logits_bv,
-        streams_b,
-        steps_b,
-        # Not read without floors, but a kernel needs some tensor.
-        log_probs_b if floors_b is None else floors_b,
-        sums,
-        block_tokens,
-        1 / temperature,
-        logits_bv.stride(0),
-        VOCAB=vocab_size,
-        BLOCK=_VOCAB_BLOCK,
-        GREEDY=greedy,
-        HAS_FLOOR=floors_b is not None,
-        num_warps=4,
-    )
-    _finish_race[(num_rows,)](
-        sums,
-        block_tokens,
+def record(batch: BatchTensors, rows: slice, tokens_b: Tensor, log_probs_b: Tensor) -> None:
+    """What `DecodeBatch.record` does, in one kernel."""
+    num_rows = len(tokens_b)
+    block = 128
+    _record[(triton.cdiv(num_rows, block),)](
+        *batch,
         tokens_b,
         log_probs_b,
-        num_blocks,
-        VOCAB=vocab_size,
-        BLOCKS_PAD=triton.next_power_of_2(num_blocks),
-        num_warps=1,
+        batch.sampled.stride(0),
+        rows.start,
+        num_rows,
+        len(batch.stops),
+        BLOCK=block,
     )
-    return tokens_b, log_probs_b

@@ -7,6 +7,7 @@ not know the model, how attention reads the cache, nor which requests wait.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -118,6 +119,25 @@ class SlotCache:
             tokens = storage[:, source, :, :length]
             storage[:, target, :, :length] = tokens
 
+    def copy_all(
+        self,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        lengths: Sequence[int],
+    ) -> None:
+        """The same for many slots, of which none is a source and a target. A GPU copies them with
+        one kernel."""
+        if not sources:
+            return
+        if not self._keys.is_cuda:
+            for source, target, length in zip(sources, targets, lengths, strict=True):
+                self.copy(source, target, length)
+            return
+        from rolepool.rollout import kernels  # here, because it needs Triton
+
+        copies = torch.tensor([sources, targets, lengths])
+        kernels.copy_slots(self._keys, self._values, on_device(copies, self.shape.device))
+
 
 class _Row(NamedTuple):
     """What the host knows about a running sample. The clock counts the decode steps of the
@@ -130,6 +150,25 @@ class _Row(NamedTuple):
     cache."""
     last_clock: int
     """The clock when its last token is sampled, if no stop token comes first."""
+
+
+class _NumberOnItsWay:
+    """A number that a GPU computes and copies to the host meanwhile."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._number = number
+        if number.is_cuda:
+            self._number = torch.empty_like(number, device="cpu", pin_memory=True)
+            self._number.copy_(number, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> int:
+        """Wait until it has arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return int(self._number)
 
 
 class DecodeBatch:
@@ -176,7 +215,29 @@ class DecodeBatch:
         self._stops = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
         self._rows: list[_Row] = []
         self._clock = 0
+        self._ended_before: _NumberOnItsWay | None = None
+        """How many rows had ended when `count_ended` was called the last time. None if rows have
+        entered or left since."""
         self._recount()
+        self._by_kernel: Callable[[slice, Tensor, Tensor], None] | None = None
+        """Records the next tokens on a GPU."""
+        if self._state.is_cuda:
+            self._by_kernel = self._recording_kernel()
+
+    def _recording_kernel(self) -> Callable[[slice, Tensor, Tensor], None]:
+        from rolepool.rollout import kernels  # here, because it needs Triton
+
+        tensors = kernels.BatchTensors(
+            tokens=self.tokens,
+            positions=self.positions,
+            steps=self.steps,
+            limits=self.limits,
+            slots=self.slots,
+            sampled=self._sampled,
+            log_probs=self._log_probs,
+            stops=self._stops,
+        )
+        return partial(kernels.record, tensors)
 
     @property
     def num_running(self) -> int:
@@ -192,6 +253,23 @@ class DecodeBatch:
     def num_steps_left(self) -> int:
         """Number of steps after which all rows have ended."""
         return self._last_end - self._clock
+
+    def num_steps_until(self, num_ended: int) -> int:
+        """Number of steps after which so many rows have reached their limit."""
+        last_clocks = sorted(row.last_clock for row in self._rows)
+        return max(0, last_clocks[num_ended - 1] - self._clock)
+
+    def count_ended(self) -> int:
+        """A number of rows that have ended, for a host that does not want to wait for a GPU: those
+        that have reached their limit, which it knows, or those that had ended when it called this
+        the last time, whichever are more."""
+        num_at_limit = sum(row.last_clock <= self._clock for row in self._rows)
+        if not self.stop_token_ids:
+            return num_at_limit
+        num_before = 0 if self._ended_before is None else self._ended_before.read()
+        has_ended = self.steps[: self.num_running] >= self.limits[: self.num_running]
+        self._ended_before = _NumberOnItsWay(has_ended.sum())
+        return max(num_at_limit, num_before)
 
     def enter(
         self,
@@ -239,6 +317,9 @@ class DecodeBatch:
 
     def record(self, rows: slice, tokens: Tensor, log_probs: Tensor) -> None:
         """Append the next token to each of `rows` that has not ended."""
+        if self._by_kernel is not None:
+            self._by_kernel(rows, tokens, log_probs)
+            return
         steps = self.steps[rows]
         limits = self.limits[rows]
         slots = self.slots[rows]
@@ -268,16 +349,15 @@ class DecodeBatch:
         if not self.stop_token_ids and self._clock < self._next_end:
             return []
         num_running = self.num_running
-        steps = self.steps[:num_running]
-        limits = self.limits[:num_running]
-        has_ended = steps >= limits
-        ended: list[int] = has_ended.nonzero()[:, 0].tolist()
+        # One copy to the host, because it waits for the GPU.
+        progress = torch.stack((self.steps[:num_running], self.limits[:num_running]))
+        steps, limits = progress.tolist()
+        ended = [index for index in range(num_running) if steps[index] >= limits[index]]
         if not ended:
             return []
         ended_rows = [self._rows[index] for index in ended]
-        indices = torch.tensor(ended, device=self._device)
-        counts: list[int] = steps[indices].tolist()
-        slots = torch.tensor([row.slot for row in ended_rows], device=self._device)
+        counts: list[int] = [steps[index] for index in ended]
+        slots = on_device(torch.tensor([row.slot for row in ended_rows]), self._device)
         # All ended rows are copied to the host at once, as far as the longest of them goes.
         longest = max(counts)
         sampled = self._sampled[slots, :longest].cpu().numpy()
@@ -304,11 +384,7 @@ class DecodeBatch:
             self._rows.pop()
             came_from.pop()
         num_left = self.num_running
-        sources = torch.tensor(
-            came_from,
-            dtype=torch.int64,
-            device=self._device,
-        )
+        sources = on_device(torch.tensor(came_from, dtype=torch.int64), self._device)
         self._state[:, :num_left] = self._state[:, sources]
         self._state[:, num_left:num_before] = self._unused
         if self._scattered:
@@ -341,3 +417,4 @@ class DecodeBatch:
         self._next_end = min(last_clocks, default=self._clock)
         self._last_end = max(last_clocks, default=self._clock)
         self._min_zero_clock = min(zero_clocks, default=self._clock)
+        self._ended_before = None

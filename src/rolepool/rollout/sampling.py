@@ -1,10 +1,10 @@
 """How a token is chosen from logits: temperature, top-k, top-p, and the random numbers of a sample.
 
 The random numbers are a hash of the sample's seed and of its step, so a sample depends only on its
-own row and not on the batch. A CPU inverts the cumulative distribution at one uniform number. A GPU
-draws a random number for every token and takes the first in an exponential race (`kernels`),
-because that reads the logits only once. So CPU and GPU sample different tokens from one seed.
-Tensors in, tensors out, and the host never waits for the GPU.
+own row and not on the batch. One uniform number for each token inverts the cumulative distribution.
+CPU and GPU (`sampling_kernels`) have the same rule and the same numbers, so they draw the same
+token from the same logits, unless rounding decides. Tensors in, tensors out, and the host never
+waits for the GPU.
 """
 
 from numbers import Integral
@@ -109,11 +109,11 @@ def _choose_on_gpu(
     steps_b: Tensor,
     sampling: Sampling,
 ) -> tuple[Tensor, Tensor]:
-    from rolepool.rollout import kernels  # here, because it needs Triton
+    from rolepool.rollout import sampling_kernels  # here, because it needs Triton
 
     if sampling.is_greedy:
         # Its log-prob is that of the softmax of the logits themselves.
-        return kernels.race(
+        return sampling_kernels.draw(
             logits_bv,
             streams_b,
             steps_b,
@@ -124,13 +124,13 @@ def _choose_on_gpu(
     temperature = sampling.temperature
     floors_b = None
     if sampling.top_k > 0 or sampling.top_p < 1:
-        floors_b = kernels.find_floors(
+        floors_b = sampling_kernels.find_floors(
             logits_bv,
             temperature,
             sampling.top_k,
             sampling.top_p,
         )
-    return kernels.race(
+    return sampling_kernels.draw(
         logits_bv,
         streams_b,
         steps_b,
