@@ -25,6 +25,12 @@ BYPASS = [
     f"{CORRECTION}.rollout_rs=token_k2",
     f"{CORRECTION}.rollout_rs_threshold=0.05",
 ]
+WITHOUT_CRITIC = [
+    *DECOUPLED,
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "actor_rollout_ref.actor.use_kl_loss=false",
+]
 
 
 def assert_corrects(course: Course) -> None:
@@ -38,13 +44,15 @@ def assert_corrects(course: Course) -> None:
 @pytest.mark.parametrize(
     ("correction", "placement"),
     [
-        (DECOUPLED, "rollout alone"),
+        (WITHOUT_CRITIC, "standard, 2 ranks"),
+        pytest.param(WITHOUT_CRITIC, "rollout alone", marks=pytest.mark.slow),
+        pytest.param(DECOUPLED, "rollout alone", marks=pytest.mark.slow),
         pytest.param(DECOUPLED, "standard, 4 ranks, by tokens", marks=pytest.mark.slow),
         pytest.param(DECOUPLED, "split, 2 and 1, padded", marks=pytest.mark.slow),
         pytest.param(BYPASS, "rollout alone", marks=pytest.mark.slow),
         pytest.param(BYPASS, "standard, 4 ranks, by tokens", marks=pytest.mark.slow),
     ],
-    ids=lambda value: value if isinstance(value, str) else value[0].partition("preset=")[2],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} keys",
 )
 def test_placement_changes_no_number_of_it(
     demo: Demo, correction: list[str], placement: str

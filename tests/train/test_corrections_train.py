@@ -43,7 +43,7 @@ def test_weights_are_1_at_first_and_fall_behind_with_the_engine(demo: Demo, tmp_
     assert sizes[-1] < sizes[1] < 1
     assert [row["rollout_corr/rollout_is_max"] for row in rows[1:]] == [1.05] * 3
     assert rows[0]["rollout_corr/k3_kl"] < 1e-9 < 1e-5 < rows[-1]["rollout_corr/k3_kl"]
-    assert all(row["actor/updates"] == 4 for row in rows)
+    assert all(row["actor/updates"] == 2 for row in rows)
     assert rows[-1]["training/rollout_probs_diff_mean"] > 1e-4
 
 
