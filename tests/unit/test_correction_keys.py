@@ -72,6 +72,14 @@ def test_a_preset_without_effect_is_explained() -> None:
     )
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_saved_config_sets_all_keys_and_nothing_is_said_of_it(preset: str) -> None:
+    saved = load(f"preset={preset}", LOG_PROBS).config
+    again = load_config([saved.model_dump(mode="json")])
+    assert again.config == saved
+    assert not [key for key in again.without_effect if key.startswith(KEY)]
+
+
 def test_two_bounds_stay_text_although_yaml_would_read_a_number() -> None:
     for written, value in (("0.5_5", "0.5_5"), ("2", 2.0), ("2.5", 2.5), ("'0.5_2.0'", "0.5_2.0")):
         keys = load("rollout_is=token", LOG_PROBS, f"rollout_is_threshold={written}")

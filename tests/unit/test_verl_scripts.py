@@ -26,7 +26,7 @@ TABLE: dict[str, tuple[int, int, list[str]]] = {
     "grpo_trainer__run_deepseek7b_llm_math": (37, 0, []),
     "grpo_trainer__run_deepseek7b_llm_seq_balance": (36, 0, []),
     "grpo_trainer__run_gptoss_20b": (38, 3, ["actor_rollout_ref.actor.fsdp_config.model_dtype"]),
-    "grpo_trainer__run_qwen2-7b_math_trtllm": (42, 7, []),
+    "grpo_trainer__run_qwen2-7b_math_trtllm": (42, 6, []),
     "grpo_trainer__run_qwen2_5-3b_gsm8k_grpo_lora": (41, 2, []),
     "grpo_trainer__run_qwen2_5-3b_gsm8k_grpo_lora_from_adapter": (
         38,
@@ -51,7 +51,7 @@ TABLE: dict[str, tuple[int, int, list[str]]] = {
     "remax_trainer__run_qwen2.5-3b_seq_balance": (36, 0, []),
     "remax_trainer__run_qwen2.5-7b_seq_balance": (36, 0, []),
     "rollout_correction__run_qwen2_5_7b_fsdp": (27, 0, []),
-    "rollout_correction__run_qwen2_5_7b_fsdp_multi_rs": (27, 2, []),
+    "rollout_correction__run_qwen2_5_7b_fsdp_multi_rs": (27, 1, []),
     "split_placement__run_deepseek7b_llm": (34, 0, []),
 }
 

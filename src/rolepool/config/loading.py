@@ -301,8 +301,8 @@ def _unused(config: Config, leaves: Mapping[str, object]) -> dict[str, str]:
 
 
 def _unused_corrections(config: Config, leaves: Mapping[str, object]) -> dict[str, str]:
-    """Why settings of `algorithm.rollout_correction` have no effect. Values that mean off are not
-    listed."""
+    """Why settings of `algorithm.rollout_correction` have no effect. Defaults are not listed, because
+    a config that was saved sets all keys."""
     keys = config.algorithm.rollout_correction
     reasons: dict[str, str] = {}
     if keys.rollout_is is not None and not keys.weighs:
@@ -314,13 +314,15 @@ def _unused_corrections(config: Config, leaves: Mapping[str, object]) -> dict[st
     if not keys.weighs:
         reasons["rollout_is_threshold"] = "there are no weights"
     set_by_preset = PRESETS.get(str(keys.preset), {})
-    if set_by_preset and all(f"{CORRECTION}.{name}" in leaves for name in set_by_preset):
+    is_needed = any(f"{CORRECTION}.{name}" not in leaves for name in set_by_preset)
+    is_repeated = all(getattr(keys, name) == value for name, value in set_by_preset.items())
+    if not is_needed and not is_repeated:
         reasons["preset"] = "all keys that it sets are set by themselves"
 
     settings: dict[str, str] = {}
     for name, reason in reasons.items():
         key = f"{CORRECTION}.{name}"
-        if key in leaves:
+        if key in leaves and getattr(keys, name) != all_keys()[key].default:
             settings[f"{key}={show(leaves[key])}"] = reason
     return settings
 
