@@ -1,5 +1,4 @@
-"""Runs whose engine keeps its first weights, with corrections: their rows, and what the report makes
-of them."""
+"""Runs whose engine keeps its first weights, with corrections."""
 
 from __future__ import annotations
 

@@ -331,3 +331,36 @@ def test_numbers_of_rejected_tokens_change_no_update(model: Path) -> None:
     everything = updated(model, 0.0, None)
     assert everything["critic/vf_loss"] != first["critic/vf_loss"]
     assert updated(model, 0.0, torch.ones_like(MASK)) == pytest.approx(everything, rel=1e-12)
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_a_loss_of_the_user_gets_weights_only_if_there_are_some(
+    model: Path, has_weights: bool
+) -> None:
+    received: list[dict[str, Any]] = []
+
+    def own_loss(log_prob: Tensor, **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        received.append(arguments)
+        return log_prob.sum(), {}
+
+    batch = batch_with(MASK)
+    weights = torch.rand(MASK.shape, dtype=torch.float64)
+    if has_weights:
+        batch.batch["rollout_is_weights"] = unpad(weights, LENGTHS)
+    words = [
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_batch_size={ROWS}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={ROWS}",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={ROWS}",
+        "data.max_response_length=8",
+    ]
+    setup = ActorSetup(num_training_steps=10, dtype=torch.float64, policy_loss=own_loss)
+    Actor(load_config([], words).config, setup).update_actor(batch)
+    (arguments,) = received
+    assert ("rollout_is_weights" in arguments) == has_weights
+    if has_weights:
+        given = arguments["rollout_is_weights"]
+        mask = arguments["response_mask"]
+        rows = [set(row[kept].tolist()) for row, kept in zip(given, mask, strict=True)]
+        expected = [set(row[kept].tolist()) for row, kept in zip(weights, MASK, strict=True)]
+        assert sorted(map(sorted, rows)) == sorted(map(sorted, expected))

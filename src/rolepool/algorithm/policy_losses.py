@@ -7,8 +7,8 @@ aggregated as loss_agg_mode says. Metrics are means over the tokens of the mask 
 loss_agg_mode, without gradient. Both are shares that add up over micro-batches and ranks.
 
 With `rollout_is_weights` the loss of each token is multiplied by its weight, whatever the loss is.
-geo_mean has one loss for a sequence, which is multiplied by the geometric mean of the weights of its
-tokens. Metrics have no weights.
+geo_mean has one loss for a sequence, which is multiplied by the geometric mean of the weights of
+its tokens. Metrics have no weights.
 
 In the formulas A is the advantage, d = log_prob - old_log_prob, clamped to [-20, 20], r = exp(d), p
 = exp(log_prob), and sg(x) is x without gradient. low and high are the keys clip_ratio_low and

@@ -5,9 +5,9 @@ sampled it, d = log p - log q for each token. Everything here is computed from d
 without gradient. Tensors are [rows, tokens], and only tokens of the mask count, whatever the others
 are (even NaN).
 
-Owns weights of tokens, which tokens are left out of the loss, and the metrics that describe both. The
-definitions are those of verl. Does not know who computed the log-probs, nor what is done with the
-weights.
+Owns weights of tokens, which tokens are left out of the loss, and the metrics that describe both.
+The definitions are those of verl. Does not know who computed the log-probs, nor what is done with
+the weights.
 """
 
 import math
@@ -46,7 +46,8 @@ class Correction(NamedTuple):
     """What a batch is corrected by."""
 
     weights: Tensor | None
-    """The weight of each token in the policy loss, 0 outside of the mask; None if there are none."""
+    """The weight of each token in the policy loss, 0 outside of the mask; None if there are no
+    weights."""
     kept: Tensor | None
     """The tokens of the mask that stay in the loss; None if all of them do."""
 
@@ -164,7 +165,7 @@ def correct_batch(
     metrics: dict[str, float] = {}
     weights = None
     if keys.weighs:
-        weights = _weights_of_batch(d, mask, keys, metrics)
+        weights, metrics = _weights_of_batch(d, mask, keys)
     kept = None
     if keys.rollout_rs is not None:
         kept = kept_tokens(d, mask, _bounds_of_rules(keys))
@@ -176,18 +177,21 @@ def _weights_of_batch(
     d: Tensor,
     mask: Tensor,
     keys: RolloutCorrectionConfig,
-    metrics: dict[str, float],
-) -> Tensor:
+) -> tuple[Tensor, dict[str, float]]:
+    """The weights of tokens, and metrics of them."""
     level = str(keys.rollout_is)
     bounds = _bounds_of_weights(keys)
     raw = raw_weights(d, mask, level)
     weights = bounded(raw, bounds)
 
     largest = weights if level == "token" else raw  # as verl reports it
-    metrics[MEAN_WEIGHT] = float(masked_mean(weights, mask))
-    metrics[f"{PREFIX}rollout_is_max"] = float(largest.max())
+    mean_weight = float(masked_mean(weights, mask))
     mean_square = float(masked_mean(weights.square(), mask))
-    metrics[SAMPLE_SIZE] = sample_size(metrics[MEAN_WEIGHT], mean_square)
+    metrics = {
+        MEAN_WEIGHT: mean_weight,
+        f"{PREFIX}rollout_is_max": float(largest.max()),
+        SAMPLE_SIZE: sample_size(mean_weight, mean_square),
+    }
     if bounds.lower is not None:
         is_outside = (weights == 0) & mask.bool()
         metrics[f"{PREFIX}rollout_is_oob_ratio"] = float(masked_mean(is_outside.double(), mask))
@@ -196,7 +200,7 @@ def _weights_of_batch(
         mean = divisor_of_weights(float(total), float(number))
         metrics[f"{PREFIX}rollout_is_batch_norm_factor"] = mean
         weights = weights / mean
-    return weights
+    return weights, metrics
 
 
 def _bounds_of_weights(keys: RolloutCorrectionConfig) -> Bounds:
@@ -216,7 +220,8 @@ def sample_size(mean: float, mean_square: float) -> float:
 
 
 def _rejection_metrics(kept: Tensor, mask: Tensor) -> dict[str, float]:
-    """The fractions of tokens that are left out, and of sequences of which at least one token is."""
+    """The fraction of tokens that are left out, and the fraction of sequences of which at least one
+    token is."""
     is_rejected = mask.bool() & ~kept
     has_tokens = mask.bool().any(dim=-1)
     is_touched = is_rejected.any(dim=-1)
@@ -234,7 +239,7 @@ def mismatch_metrics(actor: Tensor, engine: Tensor, mask: Tensor) -> dict[str, f
 
     kl          mean(-d)                                   an estimate of KL(engine || actor)
     k3_kl       mean(exp(d) - 1 - d)                       the same, never negative
-    ppl_ratio   mean over sequences of exp(mean_t(-d))     perplexity of actor / perplexity of engine
+    ppl_ratio   mean over sequences of exp(mean_t(-d))     perplexity of actor / that of engine
     chi2_token  mean(exp(d)^2) - 1
     chi2_seq    mean over sequences of exp(sum_t d)^2 - 1
 

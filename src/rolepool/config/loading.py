@@ -301,8 +301,8 @@ def _unused(config: Config, leaves: Mapping[str, object]) -> dict[str, str]:
 
 
 def _unused_corrections(config: Config, leaves: Mapping[str, object]) -> dict[str, str]:
-    """Why settings of `algorithm.rollout_correction` have no effect. Defaults are not listed, because
-    a config that was saved sets all keys."""
+    """Why settings of `algorithm.rollout_correction` have no effect. Defaults are not listed,
+    because a config that was saved sets all keys."""
     keys = config.algorithm.rollout_correction
     reasons: dict[str, str] = {}
     if keys.rollout_is is not None and not keys.weighs:

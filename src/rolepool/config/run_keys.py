@@ -168,8 +168,8 @@ class RolloutCorrectionConfig(Section):
     seq_mean_k3, seq_max_k2 and others, or several with commas (docs/corrections.md). null keeps
     all."""
     rollout_rs_threshold: Threshold = None
-    """Bound of what rollout_rs compares, or one for each rule, with commas: 0.5_2.0 for k1, which is
-    a ratio (2.0 means 0.5_2.0), and a number for k2 and k3."""
+    """Bound of what rollout_rs compares, or one for each rule, with commas: 0.5_2.0 for k1, which
+    is a ratio (2.0 means 0.5_2.0), and a number for k2 and k3."""
     bypass_mode: bool = False
     """Use the log-probs that the engine returns as the old log-probs, and do not compute them again
     with the actor (docs/training.md). Not possible with top_p, top_k or greedy decoding."""

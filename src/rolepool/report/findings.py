@@ -121,8 +121,8 @@ def _collapse(run: ReadRun) -> Iterator[Finding]:
 
 
 def _correcting_override(run: ReadRun) -> str:
-    """The correction that is not in force yet: first weights, then rejection. If both are, a smaller
-    learning rate."""
+    """The correction that is not in force yet: first weights, then rejection. If both are, a
+    smaller learning rate."""
     bypasses = value_at(run.config, f"{CORRECTION}.bypass_mode") is True
     if not bypasses and value_at(run.config, f"{CORRECTION}.rollout_is") is None:
         return f"{CORRECTION}.rollout_is=token"

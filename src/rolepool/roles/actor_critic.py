@@ -184,9 +184,9 @@ class Actor(TrainedRole):
         return metrics
 
     def before_step(self, mini_batch: MiniBatch) -> None:
-        """With `bypass_mode`, weights are those of the weights in training, and their mean over the
-        mini-batch is not known before the loss of its last micro-batch. So this computes all of them
-        once more, without gradient."""
+        """With `bypass_mode`, the weights of tokens are computed in the update, and their mean over
+        the mini-batch is not known before the loss of its last micro-batch. So this computes all of
+        them once more, without gradient."""
         keys = self.correction
         if not (keys.corrects_in_update and keys.weighs and keys.rollout_is_batch_normalize):
             return

@@ -1,10 +1,10 @@
 """Between scoring and updating: rewards, KL penalty, advantages, corrections of the rollout, and
 the metrics that describe them.
 
-This is the only place where the driver waits in a step. It fetches only what it computes with, a few
-numbers per token. If neither a KL penalty nor a correction needs log-probs, they may still be
-computed while the critic's update starts. Columns are ragged outside of this module, and padded to the longest
-response here, because the algorithms take padded tensors.
+This is the only place where the driver waits in a step. It fetches only what it computes with, a
+few numbers per token. If neither a KL penalty nor a correction needs log-probs, they may still be
+computed while the critic's update starts. Columns are ragged outside of this module, and padded to
+the longest response here, because the algorithms take padded tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -130,7 +130,8 @@ class Estimator:
             corrected = Correction(None, None)
             if corrects:
                 engine = pad_ragged(generated.batch[ROLLOUT_LOG_PROBS])
-                corrected = self._correct(tensors, engine, mask, metrics)
+                corrected, of_correction = self._correct(tensors, engine, mask)
+                metrics.update(of_correction)
             estimates = _estimates(tensors, corrected, sizes.num_response_tokens)
         return Estimated(
             batch=estimates.to_proto(),
@@ -190,20 +191,17 @@ class Estimator:
         tensors: Mapping[str, Tensor],
         engine: Tensor,
         mask: Tensor,
-        metrics: dict[str, float],
-    ) -> Correction:
-        """What the losses of tokens are corrected by. Adds its metrics. `engine` are the log-probs of
+    ) -> tuple[Correction, dict[str, float]]:
+        """What the losses of tokens are corrected by, and metrics. `engine` are the log-probs of
         the engine."""
         keys = self.config.algorithm.rollout_correction
         old_log_probs = tensors.get("old_log_probs")
         if old_log_probs is None:
             raise ConfigError(
-                f"trainer.step={self.config.trainer.step}: it gives the estimator no old log-probs, which "
-                "algorithm.rollout_correction needs; end it with rolepool.trainer.step.learn"
+                f"trainer.step={self.config.trainer.step}: it gives the estimator no old log-probs, "
+                "which algorithm.rollout_correction needs; end it with rolepool.trainer.step.learn"
             )
-        corrected, metrics_of_correction = correct_batch(old_log_probs, engine, mask, keys)
-        metrics.update(metrics_of_correction)
-        return corrected
+        return correct_batch(old_log_probs, engine, mask, keys)
 
 
 def _estimates(
