@@ -34,6 +34,7 @@ def engine_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "path", [*sys.path, os.fspath(tmp_path)])
 
 
+@pytest.mark.slow  # tests/unit/test_corrected_updates.py has the same in one process
 def test_weights_are_1_at_first_and_fall_behind_with_the_engine(demo: Demo, tmp_path: Path) -> None:
     train(demo, tmp_path / "run", *ONE_RANK, *WORDS, *TRUNCATED)
     rows = rows_of(tmp_path / "run")
