@@ -13,7 +13,7 @@ from functools import partial
 from rolepool.config import Config, Draft, LoadedConfig
 from rolepool.config.base import lines_of
 from rolepool.config.fitting import num_gpus
-from rolepool.config.schema import policy_loss_in_words
+from rolepool.config.schema import correction_in_words, policy_loss_in_words
 from rolepool.config.stop_tokens import read_stop_tokens
 from rolepool.errors import PlacementError, RolepoolError
 from rolepool.placement import Plan, build_plan
@@ -148,6 +148,9 @@ def _settings_to_show(config: Config, plan: Plan) -> dict[str, str]:
         settings["new weights"] = transfer
     if config.bypasses_old_log_prob and config.trainer.step is None:
         settings["old log-probs"] = "those of the rollout engine; there is no old_log_prob"
+    correction = correction_in_words(config)
+    if correction:
+        settings["rollout correction"] = correction
     return settings
 
 

@@ -46,6 +46,8 @@ def scaled_down(demo: Demo, folder: Path) -> list[str]:
         pytest.param("split_placement__run_deepseek7b_llm", "critic/vf_loss"),
         pytest.param("grpo_trainer__run_deepseek7b_llm_seq_balance", "actor/kl_loss", marks=pytest.mark.slow),
         pytest.param("remax_trainer__run_qwen2.5-3b_seq_balance", "timing_s/baseline", marks=pytest.mark.slow),
+        pytest.param("rollout_correction__run_qwen2_5_7b_fsdp", "rollout_corr/rollout_is_mean", marks=pytest.mark.slow),
+        pytest.param("rollout_correction__run_qwen2_5_7b_fsdp_multi_rs", "rollout_corr/k3_kl", marks=pytest.mark.slow),
         pytest.param("reinforce_plus_plus_trainer__run_qwen2-7b_math_rf", "actor/entropy", marks=pytest.mark.slow),
         pytest.param("ppo_trainer__run_qwen2-7b_rm_seq_balance_nsys", "timing_s/reward", marks=pytest.mark.slow),
     ],

@@ -212,6 +212,91 @@ def test_the_largest_gain_comes_first() -> None:
     assert gains_s[0] > 0
 
 
+# A run that is about to collapse
+
+SIZE, CHI2, NORM = (
+    "rollout_corr/rollout_is_eff_sample_size",
+    "rollout_corr/chi2_token",
+    "actor/grad_norm",
+)
+WEIGHTS = (
+    "algorithm.rollout_correction.rollout_is=token",
+    "actor_rollout_ref.rollout.calculate_log_probs=true",
+)
+REJECTION = (
+    "algorithm.rollout_correction.rollout_rs=seq_mean_k3",
+    "algorithm.rollout_correction.rollout_rs_threshold=0.01",
+)
+
+
+def drifting_run(
+    last_size: float,
+    last_norm: float,
+    overrides: tuple[str, ...] = (),
+    num_steps: int = 40,
+    by_chi2: bool = False,
+) -> ReadRun:
+    """The effective sample size goes from 0.96 to `last_size`, and the gradient norm from 0.5 to
+    `last_norm`, in the second half of the steps."""
+    run = make_run(num_steps=num_steps, overrides=overrides)
+    rows = {}
+    for step, row in run.metrics.items():
+        is_late = step > num_steps // 2
+        size = last_size if is_late else 0.96
+        mismatch = {CHI2: 1 / size - 1} if by_chi2 else {SIZE: size}
+        rows[step] = {**row, **mismatch, NORM: last_norm if is_late else 0.5}
+    return replace(run, metrics=rows)
+
+
+def collapses(run: ReadRun) -> list[Finding]:
+    return [finding for finding in findings_of(run) if "collapse" in finding.text]
+
+
+def test_a_falling_sample_size_with_growing_gradients_predicts_a_collapse() -> None:
+    run = drifting_run(0.4, 2.5, WEIGHTS)
+    first, *_ = findings_of(run)
+    assert first.text == (
+        "The rollout's policy and the actor's move apart, which is often followed by a collapse: the effective "
+        "sample size fell from 96% to 40% of the tokens while the actor's gradient norm rose from 0.5 to 2.5 "
+        "(medians of the first and the last 10 steps)."
+    )
+    assert first.numbers["last_size"] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "override"),
+    [
+        (WEIGHTS[1:], WEIGHTS[0]),
+        (WEIGHTS, " ".join(REJECTION)),
+        ((*WEIGHTS, *REJECTION), "actor_rollout_ref.actor.optim.lr=5e-07"),
+        (("algorithm.rollout_correction.preset=bypass_pg_is",), " ".join(REJECTION)),
+    ],
+)
+def test_it_names_the_correction_that_is_not_in_force_yet(
+    overrides: tuple[str, ...], override: str
+) -> None:
+    (found,) = collapses(drifting_run(0.4, 2.5, overrides))
+    assert found.overrides == (override,)
+    load_config([], [*overrides, *override.split()])
+
+
+def test_without_weights_the_sample_size_is_that_of_chi2() -> None:
+    with_weights = collapses(drifting_run(0.4, 2.5))
+    without = collapses(drifting_run(0.4, 2.5, by_chi2=True))
+    assert without[0].numbers == pytest.approx(with_weights[0].numbers)
+
+
+@pytest.mark.parametrize(
+    ("last_size", "last_norm", "num_steps"),
+    [(0.9, 2.5, 40), (0.4, 0.6, 40), (0.4, 2.5, 16)],
+    ids=["the sample size stays", "gradients stay", "few steps"],
+)
+def test_one_sign_alone_predicts_nothing(
+    last_size: float, last_norm: float, num_steps: int
+) -> None:
+    assert collapses(drifting_run(last_size, last_norm, num_steps=num_steps)) == []
+
+
 # Other programs on the machine
 
 

@@ -1,4 +1,4 @@
-"""Launch scripts of verl: 24 public ones with all their keys, other names of keys, keys without
+"""Launch scripts of verl: 26 public ones with all their keys, other names of keys, keys without
 effect, YAML files."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TABLE: dict[str, tuple[int, int, list[str]]] = {
     "grpo_trainer__run_deepseek7b_llm_math": (37, 0, []),
     "grpo_trainer__run_deepseek7b_llm_seq_balance": (36, 0, []),
     "grpo_trainer__run_gptoss_20b": (38, 3, ["actor_rollout_ref.actor.fsdp_config.model_dtype"]),
-    "grpo_trainer__run_qwen2-7b_math_trtllm": (41, 7, []),
+    "grpo_trainer__run_qwen2-7b_math_trtllm": (42, 6, []),
     "grpo_trainer__run_qwen2_5-3b_gsm8k_grpo_lora": (41, 2, []),
     "grpo_trainer__run_qwen2_5-3b_gsm8k_grpo_lora_from_adapter": (
         38,
@@ -50,6 +50,8 @@ TABLE: dict[str, tuple[int, int, list[str]]] = {
     "reinforce_plus_plus_trainer__run_qwen2-7b_math_rf": (37, 0, []),
     "remax_trainer__run_qwen2.5-3b_seq_balance": (36, 0, []),
     "remax_trainer__run_qwen2.5-7b_seq_balance": (36, 0, []),
+    "rollout_correction__run_qwen2_5_7b_fsdp": (27, 0, []),
+    "rollout_correction__run_qwen2_5_7b_fsdp_multi_rs": (27, 1, []),
     "split_placement__run_deepseek7b_llm": (34, 0, []),
 }
 
@@ -262,7 +264,14 @@ def test_a_request_that_is_not_met_but_changes_no_result_is_warned_of(
         ("reward_model.reward_loop_source=importlib", "set custom_reward_function.path"),
         ("ray_kwargs.ray_init.runtime_env.env_vars.A=x", "set variables in your shell"),
         ("algorithm.filter_groups.enable=true", "prompts are not sampled again; remove it"),
-        ("algorithm.rollout_correction.rollout_is=token", "does not correct differences"),
+        ("algorithm.rollout_is=true", "set algorithm.rollout_correction.rollout_is"),
+        (
+            "actor_rollout_ref.actor.tis_imp_ratio_cap=2",
+            "algorithm.rollout_correction.rollout_is=token",
+        ),
+        ("algorithm.rollout_correction.rollout_rs_threshold_lower=0.5", "such as 0.5_2.0"),
+        ("algorithm.rollout_correction.rollout_token_veto_threshold=0.0001", "add seq_max_k2"),
+        ("algorithm.rollout_correction.use_policy_gradient=true", "loss_type=reinforce"),
         ("reward_model.enable_resource_pool=true", "set placement.roles.reward_model"),
         (
             "actor_rollout_ref.rollout.pipeline_model_parallel_size=2",

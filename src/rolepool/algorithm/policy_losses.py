@@ -6,6 +6,10 @@ of every token. `_policy_loss` makes a policy loss from it (docs/extending.md). 
 aggregated as loss_agg_mode says. Metrics are means over the tokens of the mask for every
 loss_agg_mode, without gradient. Both are shares that add up over micro-batches and ranks.
 
+With `rollout_is_weights` the loss of each token is multiplied by its weight, whatever the loss is.
+geo_mean has one loss for a sequence, which is multiplied by the geometric mean of the weights of
+its tokens. Metrics have no weights.
+
 In the formulas A is the advantage, d = log_prob - old_log_prob, clamped to [-20, 20], r = exp(d), p
 = exp(log_prob), and sg(x) is x without gradient. low and high are the keys clip_ratio_low and
 clip_ratio_high of the actor.
@@ -35,6 +39,7 @@ from rolepool.config.model_keys import ActorConfig
 from rolepool.seeds import derive_seed
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
+LEAST_WEIGHT = 1e-10
 
 
 class Tokens(NamedTuple):
@@ -50,43 +55,73 @@ TokenLosses = Callable[..., Loss]
 """Gets `Tokens`, and takes from the keyword arguments of a policy loss what it needs."""
 
 
+Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From the losses, weights and mask of tokens to the losses with weights."""
+
+
+def _weigh_tokens(losses: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+    return losses * weights
+
+
+def _weigh_rows(losses: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+    """The loss of each row times the geometric mean of the weights of its tokens. A weight of 0
+    counts as 1e-10, as in verl."""
+    logs = (weights + LEAST_WEIGHT).log()
+    of_rows = masked_mean(logs, mask, axis=-1).exp()
+    return losses * of_rows.unsqueeze(-1)
+
+
+def _of_tokens(
+    losses_of: TokenLosses,
+    always: str | None = None,
+    weigh: Weigh = _weigh_tokens,
+) -> Callable[..., Loss]:
+    """A policy loss from a function of tokens. `always` is the aggregation of a loss that does not
+    use the key loss_agg_mode."""
+
+    # Worker processes import the function under the name of the one that it replaces.
+    @wraps(losses_of)
+    def compute(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str,
+        *,
+        counts: LossCounts | None = None,
+        rollout_is_weights: Tensor | None = None,
+        **keys: Any,
+    ) -> Loss:
+        log_prob = keep_masked(log_prob, response_mask)
+        old_log_prob = keep_masked(old_log_prob, response_mask)
+        advantages = keep_masked(advantages, response_mask)
+        log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        tokens = Tokens(
+            log_prob=log_prob,
+            log_ratio=log_ratio,
+            advantages=advantages,
+            mask=response_mask.bool(),
+        )
+        losses, metrics = losses_of(tokens, **keys)
+        means: dict[str, Tensor] = {}
+        for key, metric in metrics.items():
+            means[key] = token_mean(metric, response_mask, losses.dtype, counts)
+        if rollout_is_weights is not None:
+            weights = keep_masked(rollout_is_weights.detach(), response_mask)
+            losses = weigh(losses, weights.to(losses.dtype), response_mask)
+        loss = agg_loss(losses, response_mask, always or loss_agg_mode, counts=counts)
+        return loss, means
+
+    return compute
+
+
 def _policy_loss(
-    name: str, always: str | None = None
+    name: str, always: str | None = None, weigh: Weigh = _weigh_tokens
 ) -> Callable[[TokenLosses], Callable[..., Loss]]:
-    """A decorator that registers a function of tokens as a policy loss. `always` is the aggregation
-    of a loss that does not use the key loss_agg_mode."""
+    """A decorator that makes a policy loss from a function of tokens, and registers it."""
 
     def registered(losses_of: TokenLosses) -> Callable[..., Loss]:
-        # Worker processes import the function under the name of the one that it replaces.
-        @wraps(losses_of)
-        def compute(
-            old_log_prob: Tensor,
-            log_prob: Tensor,
-            advantages: Tensor,
-            response_mask: Tensor,
-            loss_agg_mode: str,
-            *,
-            counts: LossCounts | None = None,
-            **keys: Any,
-        ) -> Loss:
-            log_prob = keep_masked(log_prob, response_mask)
-            old_log_prob = keep_masked(old_log_prob, response_mask)
-            advantages = keep_masked(advantages, response_mask)
-            log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            tokens = Tokens(
-                log_prob=log_prob,
-                log_ratio=log_ratio,
-                advantages=advantages,
-                mask=response_mask.bool(),
-            )
-            losses, metrics = losses_of(tokens, **keys)
-            means: dict[str, Tensor] = {}
-            for key, metric in metrics.items():
-                means[key] = token_mean(metric, response_mask, losses.dtype, counts)
-            loss = agg_loss(losses, response_mask, always or loss_agg_mode, counts=counts)
-            return loss, means
-
-        return register_policy_loss(name)(compute)
+        return register_policy_loss(name)(_of_tokens(losses_of, always, weigh))
 
     return registered
 
@@ -202,7 +237,7 @@ def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: object)
     return losses, {"ppo_kl": distances}
 
 
-@_policy_loss("geo_mean", always="seq-mean-token-mean")
+@_policy_loss("geo_mean", always="seq-mean-token-mean", weigh=_weigh_rows)
 def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: object) -> Loss:
     """GMPO (Zhao et al. 2025): the geometric mean of clipped ratios of a sequence.
 
@@ -242,6 +277,13 @@ def compute_policy_loss_cispo(tokens: Tokens, config: ActorConfig, **_: object) 
     weight = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
     losses = -tokens.advantages * weight * tokens.log_prob
     return losses, _clip_metrics(tokens, is_clipped=weight != ratio)
+
+
+@_of_tokens
+def compute_policy_loss_reinforce(tokens: Tokens, **_: object) -> Loss:
+    """L = -A log_prob. It has no name in the key loss_mode: `rollout_correction.loss_type` chooses
+    it, with weights of its own."""
+    return -tokens.advantages * tokens.log_prob, {"ppo_kl": -tokens.log_ratio}
 
 
 def _clipped(tokens: Tokens, ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

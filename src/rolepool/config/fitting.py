@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from rolepool.config.model_files import num_positions, read_model_file
+from rolepool.config.rollout_correction import PRESETS
 from rolepool.config.rules import divisor_near
 
 MAX_CPU_SLOTS = 8
@@ -18,11 +19,17 @@ PROMPT_KEY = "data.max_prompt_length"
 RESPONSE_KEY = "data.max_response_length"
 MODEL_KEYS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.override_config")
 MINI_BATCH_KEY = "actor_rollout_ref.actor.ppo_mini_batch_size"
+CORRECTION = "algorithm.rollout_correction"
+PRESET_KEY = f"{CORRECTION}.preset"
+SET_BY_PRESETS = tuple(
+    f"{CORRECTION}.{name}" for name in sorted({key for keys in PRESETS.values() for key in keys})
+)
 FITTED_TO = {
     PROMPT_KEY: (*MODEL_KEYS, RESPONSE_KEY),
     RESPONSE_KEY: (*MODEL_KEYS, PROMPT_KEY),
     MINI_BATCH_KEY: ("data.train_batch_size",),
     "trainer.n_gpus_per_node": ("trainer.device",),
+    **dict.fromkeys(SET_BY_PRESETS, (PRESET_KEY,)),
 }
 """The keys that have such a default, and the keys that it depends on."""
 HIDDEN = ("", "-1", "NoDevFiles")
@@ -75,11 +82,11 @@ def num_slots(device: str) -> int:
 def fitted_defaults(
     read: Callable[[str], Any],
     set_keys: Container[str],
-) -> dict[str, int]:
+) -> dict[str, object]:
     """Other defaults for the keys that are not in `set_keys` and whose defaults do not fit the
     other keys. `read` returns the value of a key, which nobody has checked yet: nothing is fitted
     to a wrong one."""
-    fitted: dict[str, int] = {}
+    fitted: dict[str, object] = {}
     with suppress(ValueError, TypeError, AttributeError):
         # The model may not be on disk, or not say how many positions it has.
         fitted.update(_fitted_lengths(read, set_keys))
@@ -87,7 +94,10 @@ def fitted_defaults(
         batch_size = read("data.train_batch_size")
         mini_batch_size = read(MINI_BATCH_KEY)
         fitted[MINI_BATCH_KEY] = divisor_near(batch_size, mini_batch_size)
-    changed: dict[str, int] = {}
+    preset = PRESETS.get(str(read(PRESET_KEY)), {})
+    for name, value in preset.items():
+        fitted[f"{CORRECTION}.{name}"] = value
+    changed: dict[str, object] = {}
     for key, value in fitted.items():
         if key not in set_keys and value != read(key):
             changed[key] = value

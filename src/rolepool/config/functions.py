@@ -39,9 +39,9 @@ ADV_ESTIMATORS: Known = {
     "remax": ("reward_baselines",),
 }
 ADV_ESTIMATORS |= {"reinforce_plus_plus": (), "reinforce_plus_plus_baseline": ("index",)}
-POLICY_LOSSES: Known = dict.fromkeys(
-    ("vanilla", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"), ()
-)
+BUILT_IN_POLICY_LOSSES = ("vanilla", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo")
+"""All of them take weights (`rollout_is_weights`)."""
+POLICY_LOSSES: Known = dict.fromkeys(BUILT_IN_POLICY_LOSSES, ())
 ENGINES = {
     "native": "rolepool.rollout.native:native_engine",
     "transformers": "rolepool.rollout.transformers_engine:transformers_engine",
@@ -160,6 +160,10 @@ class Registry:
 
         return add
 
+    def has(self, name: str) -> bool:
+        """Whether a function with this name is registered in this process."""
+        return name in self._functions
+
     def find(self, name: str) -> AnyFunction:
         """The function of this name. `module:function` is imported, also from the current
         folder."""
@@ -181,6 +185,21 @@ class Registry:
             if other is function:
                 return self._known[known]
         return ()
+
+
+def policy_loss_takes(name: str, argument: str) -> bool:
+    """Whether the policy loss of this name has an argument of this name. One that cannot be asked
+    here counts as if it had: it belongs to an extension, or to a run folder, that is not
+    imported."""
+    if name in BUILT_IN_POLICY_LOSSES:
+        return True
+    if ":" in name:
+        is_known = may_import(name)
+    else:
+        is_known = policy_losses.has(name)
+    if not is_known:
+        return True
+    return argument in inspect.signature(policy_losses.find(name)).parameters
 
 
 adv_estimators = Registry("algorithm.adv_estimator", ADV_ESTIMATORS)

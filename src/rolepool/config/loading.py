@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
+from rolepool.config.fitting import CORRECTION
 from rolepool.config.functions import EXTENDABLE, EXTENSIONS, import_extensions
 from rolepool.config.loaded import Draft, LoadedConfig, without_values
 from rolepool.config.other_keys import find_other, in_own_words, judge, renamed
@@ -28,6 +29,7 @@ from rolepool.config.resolving import (
     validate,
     with_followers,
 )
+from rolepool.config.rollout_correction import PRESETS
 from rolepool.config.rules import contradictions
 from rolepool.config.schema import Config, all_keys, all_sections
 from rolepool.config.unknown_keys import keys_meant_by, unknown_key
@@ -287,6 +289,7 @@ def _unused(config: Config, leaves: Mapping[str, object]) -> dict[str, str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.engine_kwargs.vllm and rollout.engine != "vllm":
         reasons["actor_rollout_ref.rollout.engine_kwargs.vllm"] = f"the engine is {rollout.engine}"
+    reasons |= _unused_corrections(config, leaves)
     trainer = config.trainer
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
         setting = f"trainer.resume_from_path={trainer.resume_from_path}"
@@ -295,6 +298,33 @@ def _unused(config: Config, leaves: Mapping[str, object]) -> dict[str, str]:
         setting = f"actor_rollout_ref.rollout.name={rollout.name}"
         reasons[setting] = f"fallback={rollout.engine} generates"
     return reasons
+
+
+def _unused_corrections(config: Config, leaves: Mapping[str, object]) -> dict[str, str]:
+    """Why settings of `algorithm.rollout_correction` have no effect. Defaults are not listed,
+    because a config that was saved sets all keys."""
+    keys = config.algorithm.rollout_correction
+    reasons: dict[str, str] = {}
+    if keys.rollout_is is not None and not keys.weighs:
+        reasons["rollout_is"] = "with bypass_mode and ppo_clip, the ratio of the loss is its weight"
+    if keys.rollout_is_batch_normalize and not keys.weighs:
+        reasons["rollout_is_batch_normalize"] = "there are no weights"
+    if keys.rollout_rs_threshold is not None and keys.rollout_rs is None:
+        reasons["rollout_rs_threshold"] = "rollout_rs is not set"
+    if not keys.weighs:
+        reasons["rollout_is_threshold"] = "there are no weights"
+    set_by_preset = PRESETS.get(str(keys.preset), {})
+    is_needed = any(f"{CORRECTION}.{name}" not in leaves for name in set_by_preset)
+    is_repeated = all(getattr(keys, name) == value for name, value in set_by_preset.items())
+    if not is_needed and not is_repeated:
+        reasons["preset"] = "all keys that it sets are set by themselves"
+
+    settings: dict[str, str] = {}
+    for name, reason in reasons.items():
+        key = f"{CORRECTION}.{name}"
+        if key in leaves and getattr(keys, name) != all_keys()[key].default:
+            settings[f"{key}={show(leaves[key])}"] = reason
+    return settings
 
 
 def _switch_to_tokens(key: str) -> str | None:

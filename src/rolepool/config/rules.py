@@ -9,8 +9,12 @@ from collections.abc import Iterator
 
 from rolepool.config import run_keys
 from rolepool.config.base import Section, lines_of
-from rolepool.config.functions import ENGINES, ENGINES_WITH_A_PROCESS
+from rolepool.config.functions import ENGINES, ENGINES_WITH_A_PROCESS, policy_loss_takes
+from rolepool.config.rollout_correction import read_rules_with_bounds
 from rolepool.config.schema import Config
+from rolepool.config.values import show
+
+CORRECTION = "algorithm.rollout_correction"
 
 
 def contradictions(config: Config) -> list[str]:
@@ -31,6 +35,11 @@ def contradictions(config: Config) -> list[str]:
         _about_parity(config),
         _about_weights(config),
         _about_bypass(config),
+        _about_weights_of_tokens(config),
+        _about_rejection(config),
+        _about_log_probs_to_compare(config),
+        _about_loss_type(config),
+        _about_losses_without_weights(config),
         _about_resuming(config),
         _about_determinism(config),
         _about_mini_batch(config, "actor_rollout_ref.actor"),
@@ -108,6 +117,16 @@ def _about_bypass(config: Config) -> Iterator[str]:
     same distribution."""
     if not config.bypasses_old_log_prob:
         return
+    settings = _settings_of_other_probabilities(config)
+    if settings:
+        reason = "the engine then chooses tokens with other probabilities than the actor computes"
+        fix = "remove bypass_mode, or the keys that change how tokens are chosen"
+        yield f"{CORRECTION}.bypass_mode=true: contradicts {settings}: {reason}; {fix}"
+
+
+def _settings_of_other_probabilities(config: Config) -> str:
+    """The settings with which the engine samples from another distribution than the actor computes,
+    in words."""
     keys = config.actor_rollout_ref.rollout
     wrong: list[str] = []
     if not keys.do_sample:
@@ -116,11 +135,80 @@ def _about_bypass(config: Config) -> Iterator[str]:
         wrong.append(f"top_k={keys.top_k}")
     if keys.top_p != 1:
         wrong.append(f"top_p={keys.top_p}")
-    if wrong:
-        settings = " and ".join(f"actor_rollout_ref.rollout.{setting}" for setting in wrong)
+    return " and ".join(f"actor_rollout_ref.rollout.{setting}" for setting in wrong)
+
+
+def _about_weights_of_tokens(config: Config) -> Iterator[str]:
+    keys = config.algorithm.rollout_correction
+    if keys.rollout_is is not None and keys.rollout_is_threshold is None:
+        reason = f"rollout_is={keys.rollout_is} needs a bound of the weights"
+        yield f"{CORRECTION}.rollout_is_threshold=null: {reason}; set a number such as 2.0"
+
+
+def _about_rejection(config: Config) -> Iterator[str]:
+    keys = config.algorithm.rollout_correction
+    if keys.rollout_rs is None:
+        return
+    threshold = keys.rollout_rs_threshold
+    setting = f"{CORRECTION}.rollout_rs_threshold={show(threshold)}"
+    if threshold is None:
+        reason = f"rollout_rs={keys.rollout_rs} needs a bound"
+        yield f"{setting}: {reason}; set one, such as 0.5_2.0 for k1 and 0.01 for k2 and k3"
+        return
+    try:
+        read_rules_with_bounds(keys.rollout_rs, threshold)
+    except ValueError as error:
+        yield f"{setting}: {error}"
+
+
+def _about_log_probs_to_compare(config: Config) -> Iterator[str]:
+    """Weights and rules compare the actor with the engine, which must return its log-probs."""
+    keys = config.algorithm.rollout_correction
+    if not keys.corrects_before_update:  # bypass_mode has rules of its own
+        return
+    setting = _setting_that_corrects(config)
+    if not config.actor_rollout_ref.rollout.calculate_log_probs:
+        fix = "set actor_rollout_ref.rollout.calculate_log_probs=true"
+        yield f"{setting}: the engine must return its log-probs; {fix}"
+    settings = _settings_of_other_probabilities(config)
+    if settings:
         reason = "the engine then chooses tokens with other probabilities than the actor computes"
-        fix = "remove bypass_mode, or the keys that change how tokens are chosen"
-        yield f"algorithm.rollout_correction.bypass_mode=true: contradicts {settings}: {reason}; {fix}"
+        fix = "remove the correction, or the keys that change how tokens are chosen"
+        yield f"{setting}: contradicts {settings}: {reason}; {fix}"
+
+
+def _setting_that_corrects(config: Config) -> str:
+    keys = config.algorithm.rollout_correction
+    if keys.rollout_is is not None:
+        return f"{CORRECTION}.rollout_is={keys.rollout_is}"
+    return f"{CORRECTION}.rollout_rs={keys.rollout_rs}"
+
+
+def _about_loss_type(config: Config) -> Iterator[str]:
+    keys = config.algorithm.rollout_correction
+    if keys.loss_type != "reinforce":
+        return
+    setting = f"{CORRECTION}.loss_type=reinforce"
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    if not keys.bypass_mode:
+        fix = f"set {CORRECTION}.bypass_mode=true, or {key}=gpg for the same loss without it"
+        yield f"{setting}: it is a loss for bypass_mode; {fix}"
+    elif loss_mode != "vanilla":
+        yield f"{setting}: contradicts {key}={loss_mode}; set only one of them"
+
+
+def _about_losses_without_weights(config: Config) -> Iterator[str]:
+    keys = config.algorithm.rollout_correction
+    if not keys.weighs or keys.bypass_mode:
+        return
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if not policy_loss_takes(loss_mode, "rollout_is_weights"):
+        reason = (
+            f"it has no argument rollout_is_weights, which {_setting_that_corrects(config)} needs"
+        )
+        fix = "add the argument (docs/extending.md), or remove rollout_is"
+        yield f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}: {reason}; {fix}"
 
 
 def _about_resuming(config: Config) -> Iterator[str]:

@@ -16,6 +16,7 @@ from rolepool.config.base import (
 )
 from rolepool.config.functions import AdvEstimatorName, StepName, StrategyName
 from rolepool.config.model_keys import KlEstimator
+from rolepool.config.rollout_correction import Preset, as_number, read_bounds, read_rules
 
 MAX_NODES = 65_536
 MAX_GPUS_PER_NODE = 1_024
@@ -129,10 +130,74 @@ class KlCtrlConfig(Section):
     """Target KL of the adaptive controller."""
 
 
+def _check_bounds(threshold: float | str | None) -> float | str | None:
+    if threshold is not None:
+        read_bounds(threshold)
+    return threshold
+
+
+def _check_rules(names: str | None) -> str | None:
+    if names is not None:
+        read_rules(names)
+    return names
+
+
+Threshold = Annotated[float | str | None, BeforeValidator(as_number)]
+WeightThreshold = Annotated[Threshold, AfterValidator(_check_bounds)]
+RejectionRules = Annotated[str | None, AfterValidator(_check_rules)]
+
+
 class RolloutCorrectionConfig(Section):
+    """Corrections for responses that another policy has generated than the one that is trained:
+    older weights, or an engine that rounds in another way."""
+
+    preset: Preset | None = None
+    """Values for the other keys of this section that you do not set, such as decoupled_token_is
+    (docs/corrections.md has all of them)."""
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Multiply the policy loss by the probability of the actor divided by that of the engine, for
+    each token or for each sequence. null does not."""
+    rollout_is_threshold: WeightThreshold = 2.0
+    """Bound of these weights: a number truncates larger ones, and 0.5_2.0 gives weight 0 to what is
+    outside of the two numbers."""
+    rollout_is_batch_normalize: bool = False
+    """Divide these weights by their mean over the batch (with bypass_mode: over the
+    mini-batch)."""
+    rollout_rs: RejectionRules = None
+    """Leave tokens or sequences out of the loss that are too far apart: token_k1, seq_sum_k1,
+    seq_mean_k3, seq_max_k2 and others, or several with commas (docs/corrections.md). null keeps
+    all."""
+    rollout_rs_threshold: Threshold = None
+    """Bound of what rollout_rs compares, or one for each rule, with commas: 0.5_2.0 for k1, which
+    is a ratio (2.0 means 0.5_2.0), and a number for k2 and k3."""
     bypass_mode: bool = False
     """Use the log-probs that the engine returns as the old log-probs, and do not compute them again
     with the actor (docs/training.md). Not possible with top_p, top_k or greedy decoding."""
+    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """The policy loss with bypass_mode: the one of policy_loss.loss_mode (ppo_clip), or -A log_prob
+    with the weights of rollout_is (reinforce)."""
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the policy loss has weights. With `bypass_mode`, the ratio of ppo_clip is already
+        that of actor and engine, so it has no weights beside it."""
+        is_in_ratio = self.bypass_mode and self.loss_type == "ppo_clip"
+        return self.rollout_is is not None and not is_in_ratio
+
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens have weights, or are left out of the loss."""
+        return self.weighs or self.rollout_rs is not None
+
+    @property
+    def corrects_before_update(self) -> bool:
+        """Whether this is computed once for a step, from old log-probs of the actor."""
+        return self.corrects and not self.bypass_mode
+
+    @property
+    def corrects_in_update(self) -> bool:
+        """Whether each update computes this from its own log-probs, because there are no others."""
+        return self.corrects and self.bypass_mode
 
 
 class AlgorithmConfig(Section):

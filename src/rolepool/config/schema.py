@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from rolepool.config import model_keys, run_keys
 from rolepool.config.base import MAX_COUNT, KeyName, Section, Value, name_read_by
 from rolepool.config.functions import ADV_ESTIMATORS
+from rolepool.config.values import show
 
 ROLE_SETTINGS: dict[str, type[Section]] = {}
 """The keys of each added role. `rolepool.placement.roles.register_role` adds them."""
@@ -125,8 +126,9 @@ class Key:
 
     @property
     def is_text(self) -> bool:
-        """Whether an unquoted word such as `007` stays text and is not read as a number."""
-        return self.field.annotation in (str, str | None)
+        """Whether an unquoted word such as `007` stays text and is not read as a number. YAML would
+        read the two bounds `0.5_5` as the number 0.55."""
+        return self.field.annotation in (str, str | None, float | str | None)
 
 
 def add_role_keys(role: str, settings: type[Section]) -> None:
@@ -204,6 +206,23 @@ BOUNDS = {
     "maximum": "at most",
     "exclusiveMaximum": "less than",
 }
+
+
+def correction_in_words(config: Config) -> str:
+    """How differences between rollout and actor are corrected; empty if they are not."""
+    keys = config.algorithm.rollout_correction
+    words: list[str] = []
+    if keys.weighs:
+        what = f"weights of {keys.rollout_is} ratios, bounded by {show(keys.rollout_is_threshold)}"
+        if keys.rollout_is_batch_normalize:
+            what += ", with mean 1"
+        words.append(what)
+    if keys.rollout_rs is not None:
+        threshold = show(keys.rollout_rs_threshold)
+        words.append(f"left out of losses by {keys.rollout_rs}, bounded by {threshold}")
+    if keys.loss_type == "reinforce":
+        words.append("the policy loss is reinforce")
+    return "; ".join(words)
 
 
 def policy_loss_in_words(config: Config) -> str:

@@ -30,11 +30,13 @@ from rolepool.placement.estimate import LOGITS_AT_ONCE
 from rolepool.protocol.batching import IS_PADDING_KEY
 from rolepool.protocol.columns import (
     INPUT_IDS,
+    LOSS_MASK,
     NUM_PROMPT_TOKENS,
     RESPONSE_MASK,
     Ragged,
     lengths_of,
     offsets_of,
+    pad_ragged,
     ragged,
     ragged_parts,
     sampled_mask,
@@ -62,8 +64,17 @@ def on_device(tensor: Tensor, device: str | torch.device) -> Tensor:
 
 
 def kept_mask(batch: Mapping[str, Tensor]) -> Tensor:
-    """[rows, longest response]: the response tokens that count in losses; none of a row that pads
-    the batch."""
+    """[rows, longest response]: the response tokens that count in losses, which are those that
+    nobody has rejected."""
+    mask = sampled_tokens(batch)
+    if LOSS_MASK in batch:
+        mask = mask & pad_ragged(batch[LOSS_MASK])
+    return mask
+
+
+def sampled_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """[rows, longest response]: the response tokens that were sampled; none of a row that pads the
+    batch."""
     num_response = lengths_of(batch[INPUT_IDS]) - batch[NUM_PROMPT_TOKENS]
     mask = sampled_mask(batch.get(RESPONSE_MASK), num_response)
     if IS_PADDING_KEY not in batch:

@@ -192,6 +192,10 @@ class Estimates(TypedBatch):
 
     advantages: Ragged
     returns: Ragged
+    rollout_is_weights: Ragged | None = None
+    """The weight of each token in the policy loss. None if losses have no weights."""
+    loss_mask: Ragged | None = None
+    """The sampled tokens that stay in losses. None if all of them do."""
 
 
 # What updates and rewards read
@@ -202,6 +206,8 @@ class ActorUpdate(SampledTokens):
     old_log_probs: Ragged
     advantages: Ragged
     ref_log_prob: Ragged | None = None
+    rollout_is_weights: Ragged | None = None
+    loss_mask: Ragged | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +222,7 @@ class ComparedUpdate(ActorUpdate):
 class CriticUpdate(SampledTokens):
     values: Ragged
     returns: Ragged
+    loss_mask: Ragged | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

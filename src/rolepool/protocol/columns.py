@@ -49,6 +49,7 @@ RowIndex = slice | Tensor
 INPUT_IDS = "input_ids"
 NUM_PROMPT_TOKENS = "num_prompt_tokens"
 RESPONSE_MASK = "response_mask"
+LOSS_MASK = "loss_mask"
 TOKENS = (INPUT_IDS, NUM_PROMPT_TOKENS)
 MASKED_TOKENS = (*TOKENS, RESPONSE_MASK)
 """The columns of a method that must know which tokens were sampled. A batch without several turns

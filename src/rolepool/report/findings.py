@@ -2,7 +2,7 @@
 
 Owns the thresholds above which something is reported. Every finding includes the numbers it is
 based on; its text is in `tables.yaml`. `summary` owns the averages, `outside_load` the sign of other
-programs on the machine.
+programs on the machine, and `collapse` the signs of a run that stops learning.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from rolepool.placement.plan import DRIVER
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, RoleSpec
 from rolepool.planner.predict import Prediction
+from rolepool.report.collapse import signs_of_collapse
 from rolepool.report.outside_load import outside_load
 from rolepool.report.run import ReadRun, value_at
 from rolepool.report.summary import Summary
@@ -42,8 +43,9 @@ class Finding(NamedTuple):
 
 
 def find(run: ReadRun, summary: Summary, predicted: Sequence[Prediction] = ()) -> list[Finding]:
-    """All findings about a run: first what makes its times doubtful, then by the seconds that can
-    be gained. `predicted` are the run's own placement and the best other ones."""
+    """All findings about a run: first what makes its times doubtful, then what endangers its
+    learning, then by the seconds that can be gained. `predicted` are the run's own placement and
+    the best other ones."""
     if not summary.steps:
         return []
     findings = [
@@ -54,6 +56,7 @@ def find(run: ReadRun, summary: Summary, predicted: Sequence[Prediction] = ()) -
         *_saved(summary),
     ]
     findings.sort(key=lambda finding: finding.gain_s, reverse=True)
+    findings[:0] = _collapse(run)
     disturbed = outside_load(run)
     if disturbed:
         findings.insert(0, Finding(disturbed, {"step_s": summary.step_s}))
@@ -94,6 +97,38 @@ def _scaled(run: ReadRun, key: str, factor: float) -> str:
         share = min(0.9, value * factor)
         return f"{key}={share:.2g}"
     return key
+
+
+# Findings about learning
+
+
+CORRECTION = "algorithm.rollout_correction"
+
+
+def _collapse(run: ReadRun) -> Iterator[Finding]:
+    """An effective sample size that falls while gradients grow."""
+    signs = signs_of_collapse(run)
+    if signs is None:
+        return
+    numbers = {
+        "first_size": signs.first_size,
+        "last_size": signs.last_size,
+        "first_norm": signs.first_norm,
+        "last_norm": signs.last_norm,
+        "num_steps": float(signs.num_steps),
+    }
+    yield _finding("collapse", numbers, _correcting_override(run))
+
+
+def _correcting_override(run: ReadRun) -> str:
+    """The correction that is not in force yet: first weights, then rejection. If both are, a
+    smaller learning rate."""
+    bypasses = value_at(run.config, f"{CORRECTION}.bypass_mode") is True
+    if not bypasses and value_at(run.config, f"{CORRECTION}.rollout_is") is None:
+        return f"{CORRECTION}.rollout_is=token"
+    if value_at(run.config, f"{CORRECTION}.rollout_rs") is None:
+        return f"{CORRECTION}.rollout_rs=seq_mean_k3 {CORRECTION}.rollout_rs_threshold=0.01"
+    return _scaled(run, "actor_rollout_ref.actor.optim.lr", 0.5)
 
 
 # Findings about placement and time

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from rolepool.algorithm import rollout_correction
 from rolepool.algorithm.losses import (
     Loss,
     LossCounts,
@@ -41,7 +42,7 @@ from rolepool.protocol.part_times import part
 from rolepool.protocol.stores import listening_store
 from rolepool.roles.model_role import ModelRole
 from rolepool.roles.setups import ActorSetup, Setup, TrainingSetup
-from rolepool.roles.trained_role import TrainedRole
+from rolepool.roles.trained_role import MiniBatch, TrainedRole
 from rolepool.weights.digests import Digests
 from rolepool.weights.group import MeetingPoint, TransferGroup
 from rolepool.weights.messages import as_matrix, dtype_of
@@ -100,6 +101,9 @@ class Actor(TrainedRole):
         self._from_engine = parity.Apart()
         """How far the first log-probs of a step are from the engine's, if those are the old
         log-probs."""
+        self.correction = config.algorithm.rollout_correction
+        self._divisor_of_weights = 1.0
+        """The mean of the weights of the mini-batch, if they are divided by it."""
         if config.bypasses_old_log_prob:
             # Nobody has computed it before the update.
             self.metrics_of_first = frozenset({"entropy"})
@@ -175,7 +179,30 @@ class Actor(TrainedRole):
         metrics = self.update(data, ends_step)
         if self.keys.use_kl_loss:
             metrics["actor/kl_coef"] = self.keys.kl_loss_coef
+        if self.correction.corrects_in_update:
+            return rollout_correction.named_metrics(metrics, f"{self.role}/")
         return metrics
+
+    def before_step(self, mini_batch: MiniBatch) -> None:
+        """With `bypass_mode`, the weights of tokens are computed in the update, and their mean over
+        the mini-batch is not known before the loss of its last micro-batch. So this computes all of
+        them once more, without gradient."""
+        keys = self.correction
+        if not (keys.corrects_in_update and keys.weighs and keys.rollout_is_batch_normalize):
+            return
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for rows in mini_batch.micro_batches:
+                tokens, columns = self.columns_of(mini_batch.data, rows)
+                new_log_probs, _ = self.log_probs(tokens)
+                sums += rollout_correction.sums_of_weights(
+                    tokens.pad(new_log_probs),
+                    columns["old_log_probs"],
+                    columns["response_mask"],
+                    keys,
+                )
+        total, number = self.part_sums.sum(sums.tolist())
+        self._divisor_of_weights = rollout_correction.divisor_of_weights(total, number)
 
     def check_first(self, data: DataProto) -> None:
         """Compare the engine's log-probs with those that the first mini-batch has computed. If the
@@ -198,18 +225,7 @@ class Actor(TrainedRole):
         log_probs = rows.pad(new_log_probs)
         if self.is_first_mini_batch and _update_compares(self.config):
             self._from_engine.add(columns["old_log_probs"], log_probs, mask)
-        loss, metrics = self.policy_loss(
-            old_log_prob=columns["old_log_probs"],
-            log_prob=log_probs,
-            advantages=columns["advantages"],
-            response_mask=mask,
-            loss_agg_mode=mode,
-            config=keys,
-            counts=counts,
-            clip_ratio_low=keys.clip_ratio_low,
-            clip_ratio_high=keys.clip_ratio_high,
-            clip_ratio_c=keys.clip_ratio_c,
-        )
+        loss, metrics = self._policy_loss_of(log_probs, columns, counts)
         metrics = {**metrics, "pg_loss": loss.detach()}
         if keys.entropy_coeff != 0 or self.config.bypasses_old_log_prob:
             entropy = agg_loss(rows.pad(entropies), mask, mode, counts=counts)
@@ -227,6 +243,48 @@ class Actor(TrainedRole):
             loss = loss + keys.kl_loss_coef * kl_loss
             metrics["kl_loss"] = kl_loss.detach()
         return loss, metrics
+
+    def _policy_loss_of(
+        self,
+        log_probs: Tensor,
+        columns: Mapping[str, Tensor],
+        counts: LossCounts,
+    ) -> Loss:
+        """The policy loss, and metrics. With `bypass_mode`, tokens are weighed and rejected here;
+        without it, the columns say how."""
+        keys = self.keys
+        mask = columns["response_mask"]
+        weights = columns.get("rollout_is_weights")
+        metrics_of_correction: dict[str, Tensor] = {}
+        if self.correction.corrects_in_update:
+            corrected, metrics_of_correction = rollout_correction.correct_rows(
+                log_probs,
+                columns["old_log_probs"],
+                mask,
+                self.correction,
+                divisor=self._divisor_of_weights,
+                counts=counts,
+            )
+            weights = corrected.weights
+            if corrected.kept is not None:
+                # Only here: entropy and KL are those of all tokens, and so are the counts, as in
+                # verl.
+                mask = corrected.kept
+        optional = {} if weights is None else {"rollout_is_weights": weights}
+        loss, metrics = self.policy_loss(
+            old_log_prob=columns["old_log_probs"],
+            log_prob=log_probs,
+            advantages=columns["advantages"],
+            response_mask=mask,
+            loss_agg_mode=keys.loss_agg_mode,
+            config=keys,
+            counts=counts,
+            clip_ratio_low=keys.clip_ratio_low,
+            clip_ratio_high=keys.clip_ratio_high,
+            clip_ratio_c=keys.clip_ratio_c,
+            **optional,
+        )
+        return loss, {**metrics, **metrics_of_correction}
 
     # Weights for a rollout in another pool (`rolepool.weights.channels`)
 

@@ -15,18 +15,25 @@ from torch import Tensor, nn
 from rolepool.algorithm.losses import Loss, LossCounts
 from rolepool.config.model_files import ModelShape, ShapeUnknown
 from rolepool.models.checkpoint import load_trained, save_trained
-from rolepool.models.packing import TokenRows, kept_mask, on_device
+from rolepool.models.packing import TokenRows, kept_mask, on_device, sampled_tokens
 from rolepool.models.ranks import PartSums
 from rolepool.models.snapshot import SnapshotWriter
 from rolepool.models.training import TrainedModel, model_utilization
 from rolepool.placement.estimate import shape_of
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.protocol.columns import INPUT_IDS, RESPONSE_MASK, flat_values, is_ragged, lengths_of
+from rolepool.protocol.columns import (
+    INPUT_IDS,
+    LOSS_MASK,
+    RESPONSE_MASK,
+    flat_values,
+    is_ragged,
+    lengths_of,
+)
 from rolepool.roles.model_role import ModelRole
 from rolepool.roles.setups import TrainingSetup
 
 
-class _MiniBatch(NamedTuple):
+class MiniBatch(NamedTuple):
     """The rows of one optimizer step."""
 
     data: DataProto
@@ -143,6 +150,10 @@ class TrainedRole(ModelRole):
         must stop. It is called after the last mini-batch, so that the host does not wait for the
         device in between."""
 
+    def before_step(self, mini_batch: MiniBatch) -> None:
+        """Compute what the loss needs of the whole mini-batch. All ranks call it together, before
+        the forward pass of the first micro-batch."""
+
     def _means(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
         """The mean of each metric over the mini-batches. What only the first one tells is left out
         in later epochs."""
@@ -169,6 +180,7 @@ class TrainedRole(ModelRole):
             if mini_batch.counts.num_tokens == 0:
                 continue
             self.is_first_mini_batch = self._begins_step and not taken
+            self.before_step(mini_batch)
             loss_of = partial(
                 self._loss_of_rows,
                 mini_batch.data,
@@ -182,15 +194,15 @@ class TrainedRole(ModelRole):
             taken.append(metrics)
         return taken
 
-    def _prepare(self, batches: Sequence[DataProto]) -> list[_MiniBatch]:
+    def _prepare(self, batches: Sequence[DataProto]) -> list[MiniBatch]:
         """Count and split all mini-batches before the first step, because ranks exchange their
         counts."""
-        masks = (kept_mask(batch.batch) for batch in batches)
+        masks = ((kept_mask(batch.batch), sampled_tokens(batch.batch)) for batch in batches)
         all_counts = count_losses(masks, self.loss_scale_factor, self.part_sums)
         prepared = []
         for data, counts in zip(batches, all_counts, strict=True):
             lengths = lengths_of(data.batch[INPUT_IDS]).tolist()
-            mini_batch = _MiniBatch(
+            mini_batch = MiniBatch(
                 data=data,
                 counts=counts,
                 lengths=lengths,
@@ -226,6 +238,13 @@ class TrainedRole(ModelRole):
         rows: Sequence[int],
     ) -> Loss:
         """The loss of one micro-batch, which has these rows of a mini-batch."""
+        tokens, columns = self.columns_of(mini_batch, rows)
+        return self.loss_of(tokens, columns, counts)
+
+    def columns_of(
+        self, mini_batch: DataProto, rows: Sequence[int]
+    ) -> tuple[TokenRows, dict[str, Tensor]]:
+        """The tokens of one micro-batch, and its columns as `loss_of` gets them."""
         batch = mini_batch[rows].batch
         tokens = TokenRows(batch, self.device)
         mask = on_device(kept_mask(batch), self.device)
@@ -233,11 +252,11 @@ class TrainedRole(ModelRole):
         for name, column in batch.items():
             # The rows of `tokens` have the ids already, and the mask leaves out padding rows, which
             # the column does not.
-            is_needed = name not in (INPUT_IDS, RESPONSE_MASK)
+            is_needed = name not in (INPUT_IDS, RESPONSE_MASK, LOSS_MASK)
             if is_needed and is_ragged(column):
                 of_responses = on_device(flat_values(column), self.device)
                 columns[name] = tokens.pad(of_responses)
-        return self.loss_of(tokens, columns, counts)
+        return tokens, columns
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, folder: str) -> None:
@@ -278,12 +297,18 @@ def _in_host_memory(taken: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return dict(zip(names, numbers.unbind(dim=1), strict=True))
 
 
-def count_losses(masks: Iterable[Tensor], scale: float, part_sums: PartSums) -> list[LossCounts]:
-    """What the losses of each mini-batch are divided by, counted over all parts of the batch."""
+def count_losses(
+    masks: Iterable[tuple[Tensor, Tensor]], scale: float, part_sums: PartSums
+) -> list[LossCounts]:
+    """What the losses of each mini-batch are divided by, counted over all parts of the batch.
+    `masks` are the tokens that count, and those that were sampled.
+
+    A sequence whose tokens are all rejected still counts as a sequence, as in verl.
+    """
     counts: list[float] = []
-    for mask in masks:
-        num_tokens = mask.sum()
-        num_rows = mask.any(dim=1).sum()
+    for kept, sampled in masks:
+        num_tokens = kept.sum()
+        num_rows = sampled.any(dim=1).sum()
         counts += [float(num_tokens), float(num_rows)]
     # One exchange for all of them: the counts of tokens and of rows take turns.
     totals = part_sums.sum(counts)

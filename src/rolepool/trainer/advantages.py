@@ -1,10 +1,10 @@
-"""Between scoring and updating: rewards, KL penalty, advantages, and the metrics that describe
-them.
+"""Between scoring and updating: rewards, KL penalty, advantages, corrections of the rollout, and
+the metrics that describe them.
 
-This is the only place where the driver waits in a step. It fetches only what advantages need, a few
-numbers per token. If the reward has no KL penalty, log-probs may still be computed while the
-critic's update starts. Columns are ragged outside of this module, and padded to the longest
-response here, because the algorithms take padded tensors.
+This is the only place where the driver waits in a step. It fetches only what it computes with, a
+few numbers per token. If neither a KL penalty nor a correction needs log-probs, they may still be
+computed while the critic's update starts. Columns are ragged outside of this module, and padded to
+the longest response here, because the algorithms take padded tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,6 +22,7 @@ from rolepool.algorithm.advantages import (
     compute_advantage,
 )
 from rolepool.algorithm.losses import LossCounts, agg_loss, compute_explained_variance
+from rolepool.algorithm.rollout_correction import Correction, correct_batch, mismatch_metrics
 from rolepool.cluster import next_call_number
 from rolepool.config import Config
 from rolepool.config.functions import adv_estimators
@@ -35,6 +36,7 @@ from rolepool.protocol.columns import sampled_mask
 
 PER_TOKEN = ("values", "old_log_probs", "ref_log_prob")
 """What roles compute for each response token and an estimate needs."""
+ROLLOUT_LOG_PROBS = "rollout_log_probs"
 Numbers = npt.NDArray[np.float64]
 
 
@@ -88,9 +90,15 @@ class Estimator:
         baselines: DataProtoFuture | None,
         *per_token: DataProtoFuture | None,
     ) -> Estimated:
-        """Advantages and returns. `per_token` are the critic's values, and the log-probs of actor
-        and reference if a KL penalty needs them."""
-        sizes = Sizes.of(rollouts.get(keys=Sizes.names()))
+        """Advantages and returns, and what tokens are corrected by. `per_token` are the critic's
+        values, and the log-probs of actor and reference if a KL penalty or a correction needs
+        them."""
+        corrects = self.config.algorithm.rollout_correction.corrects_before_update
+        columns_of_rollouts = [*Sizes.names()]
+        if corrects:
+            columns_of_rollouts.append(ROLLOUT_LOG_PROBS)
+        generated = rollouts.get(keys=columns_of_rollouts)
+        sizes = Sizes.of(generated)
         scored: DataProto = scores.get()
         mask = sampled_mask(sizes.response_mask, sizes.num_response_tokens)
         at_tokens = token_level_scores(sizes, Scores.of(scored).scores, width=mask.shape[1])
@@ -119,12 +127,14 @@ class Estimator:
                 mask,
                 of_greedy,
             )
-            estimates = Estimates(
-                advantages=unpad(tensors["advantages"], sizes.num_response_tokens),
-                returns=unpad(tensors["returns"], sizes.num_response_tokens),
-            ).to_proto()
+            corrected = Correction(None, None)
+            if corrects:
+                engine = pad_ragged(generated.batch[ROLLOUT_LOG_PROBS])
+                corrected, of_correction = self._correct(tensors, engine, mask)
+                metrics.update(of_correction)
+            estimates = _estimates(tensors, corrected, sizes.num_response_tokens)
         return Estimated(
-            batch=estimates,
+            batch=estimates.to_proto(),
             sizes=sizes,
             scored=scored,
             tensors=tensors,
@@ -175,6 +185,41 @@ class Estimator:
         tensors["advantages"] = advantages
         tensors["returns"] = returns
         return metrics
+
+    def _correct(
+        self,
+        tensors: Mapping[str, Tensor],
+        engine: Tensor,
+        mask: Tensor,
+    ) -> tuple[Correction, dict[str, float]]:
+        """What the losses of tokens are corrected by, and metrics. `engine` are the log-probs of
+        the engine."""
+        keys = self.config.algorithm.rollout_correction
+        old_log_probs = tensors.get("old_log_probs")
+        if old_log_probs is None:
+            raise ConfigError(
+                f"trainer.step={self.config.trainer.step}: it gives the estimator no old log-probs, "
+                "which algorithm.rollout_correction needs; end it with rolepool.trainer.step.learn"
+            )
+        return correct_batch(old_log_probs, engine, mask, keys)
+
+
+def _estimates(
+    tensors: Mapping[str, Tensor], corrected: Correction, num_response_tokens: Tensor
+) -> Estimates:
+    """What updates read, as ragged columns."""
+    weights = None
+    if corrected.weights is not None:
+        weights = unpad(corrected.weights.to(tensors["old_log_probs"].dtype), num_response_tokens)
+    loss_mask = None
+    if corrected.kept is not None:
+        loss_mask = unpad(corrected.kept, num_response_tokens)
+    return Estimates(
+        advantages=unpad(tensors["advantages"], num_response_tokens),
+        returns=unpad(tensors["returns"], num_response_tokens),
+        rollout_is_weights=weights,
+        loss_mask=loss_mask,
+    )
 
 
 def token_level_scores(sizes: Sizes, scores: Tensor, width: int) -> Tensor:
@@ -232,8 +277,9 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
             columns["critic/values"] = values[mask]
             explained = compute_explained_variance(tensors["returns"], values, mask)
             metrics["critic/vf_explained_var"] = float(explained)
-        if "rollout_log_probs" in compared:
+        if ROLLOUT_LOG_PROBS in compared:
             metrics.update(_probs_diff(scored, mask))
+            metrics.update(_mismatch(scored, mask))
     for name, column in columns.items():
         # If all responses are aborted, there is no score and no advantage.
         if not len(column):
@@ -299,7 +345,7 @@ def _probs_diff(scored: DataProto, mask: Tensor) -> dict[str, float]:
         log_probs = pad_ragged(scored.batch[name])
         return log_probs[mask].double().exp()
 
-    of_rollout = probs_of("rollout_log_probs")
+    of_rollout = probs_of(ROLLOUT_LOG_PROBS)
     of_actor = probs_of("old_log_probs")
     apart = (of_rollout - of_actor).abs()
     return {
@@ -307,6 +353,15 @@ def _probs_diff(scored: DataProto, mask: Tensor) -> dict[str, float]:
         "training/rollout_probs_diff_max": float(apart.max()),
         "training/rollout_probs_diff_std": float(apart.std()),
     }
+
+
+def _mismatch(scored: DataProto, mask: Tensor) -> dict[str, float]:
+    """How far the actor, with its old log-probs, is from the policy of the engine."""
+    return mismatch_metrics(
+        actor=pad_ragged(scored.batch["old_log_probs"]),
+        engine=pad_ragged(scored.batch[ROLLOUT_LOG_PROBS]),
+        mask=mask,
+    )
 
 
 def reward_numbers(scored: DataProto) -> dict[str, Numbers]:

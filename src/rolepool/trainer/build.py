@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
+from rolepool.algorithm.policy_losses import compute_policy_loss_reinforce
 from rolepool.cluster import Cluster, RoleProxy, WorkerGroup
 from rolepool.config import Config
 from rolepool.config.functions import ENGINES_WITH_A_PROCESS, import_object, policy_losses
@@ -27,7 +28,7 @@ from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.roles import ROLE_SPECS
 from rolepool.placement.weight_ways import sends_changes, weight_way
 from rolepool.protocol import Worker
-from rolepool.roles.setups import RunSetup
+from rolepool.roles.setups import PolicyLoss, RunSetup
 from rolepool.trainer.helpers import uses_rule
 from rolepool.trainer.step import Roles
 from rolepool.weights.channels import channel_of
@@ -61,14 +62,13 @@ def build_roles(
     plan = cluster.plan
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     memory = estimate_memory(config, plan, cluster.gpu_memory_bytes)
-    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     setup = RunSetup(
         num_training_steps=num_steps,
         dtype=dtype,
         micro_batches=memory.micro_batches,
         stop_token_ids=stop_tokens_of(config, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
-        policy_loss=policy_losses.find(loss_mode),
+        policy_loss=_policy_loss_of(config),
         reward=reward,
         reads_weights=reads_weights,
         gets_weights=gets_weights,
@@ -99,6 +99,12 @@ def build_roles(
 
 
 # The folders of models
+
+
+def _policy_loss_of(config: Config) -> PolicyLoss:
+    if config.algorithm.rollout_correction.loss_type == "reinforce":
+        return compute_policy_loss_reinforce
+    return policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
 
 
 def _check_model_folders(cluster: Cluster, config: Config) -> None:

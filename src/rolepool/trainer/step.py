@@ -141,7 +141,11 @@ def learn_from(
     old = old_log_probs(config, roles, rollouts)
     ref = roles.ref.compute_ref_log_prob(rollouts) if roles.ref else None
 
-    in_reward = (old, ref) if config.algorithm.use_kl_in_reward else ()
+    compared: list[DataProtoFuture | None] = []
+    if config.algorithm.use_kl_in_reward:
+        compared = [old, ref]
+    elif config.algorithm.rollout_correction.corrects_before_update:
+        compared = [old]
     # The driver waits here.
     estimated = estimator.estimate(
         generated.prompts,
@@ -149,7 +153,7 @@ def learn_from(
         generated.scores,
         generated.baselines,
         values,
-        *in_reward,
+        *compared,
     )
     batch = rollouts.union(estimated.batch)
     lengths = estimated.lengths
