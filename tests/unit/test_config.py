@@ -188,6 +188,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "kl_ctrl.horizon": 10000,
         "kl_ctrl.target_kl": 0.1,
         "norm_adv_by_std_in_grpo": True,
+        "max_staleness": 0,
         "rollout_correction.bypass_mode": False,
     },
     "trainer": {
