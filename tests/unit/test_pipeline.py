@@ -78,9 +78,11 @@ class FakeCall:
 class FakeFuture(DataProtoFuture):
     """The result of a call that the test ends."""
 
+    call: Any
+
     def __init__(self, batch: DataProto) -> None:
         super().__init__((), [Stripe(batch)])
-        self.call: Any = FakeCall()
+        self.call = FakeCall()
         self.sources = [self.call]
 
 
