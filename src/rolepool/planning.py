@@ -162,7 +162,7 @@ def _staleness_in_words(config: Config, plan: Plan) -> str:
     home = plan.roles[Role.Rollout]
     if home != plan.roles[Role.Actor]:
         return what
-    return f"{what}, and does not overlap with it, because actor and rollout are in {home}"
+    return f"{what}; it does not run beside the actor's updates, because both are in {home}"
 
 
 def _plan_problems(loaded: LoadedConfig, hardware: Hardware) -> Iterator[str]:

@@ -219,8 +219,8 @@ def test_the_plan_says_what_staleness_does() -> None:
     assert said("") == ""
     assert said(f"{ALONE} algorithm.max_staleness=2") == "generation runs 2 steps ahead of training"
     assert said(STALE) == (
-        "generation runs 1 step ahead of training, and does not overlap with it, because actor and "
-        "rollout are in global_pool"
+        "generation runs 1 step ahead of training; it does not run beside the actor's updates, "
+        "because both are in global_pool"
     )
 
 
