@@ -25,11 +25,15 @@ PARITY = "actor_rollout_ref.rollout.parity_check=true"
 """Rows that were generated with older weights must not be compared with the actor's log-probs."""
 
 pytestmark = pytest.mark.usefixtures("one_ray")
-Undisturbed = Callable[[int], Path]
+Undisturbed = Callable[..., Path]
+SINGLE = "single"
+"""A placement of one process, which starts fast."""
 
 
 def keys_with(folder: Path, k: int, placement: str = "apart") -> list[str]:
-    keys: list[str] = chaos.demo_keys(folder, placement)
+    keys: list[str] = chaos.demo_keys(folder, "together" if placement == SINGLE else placement)
+    if placement == SINGLE:
+        keys.append("trainer.n_gpus_per_node=1")
     return [*keys, *STEPS, PARITY, f"algorithm.max_staleness={k}"]
 
 
@@ -41,13 +45,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(data: Path, one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The folder of a run with k to which nothing happens. It is made once."""
-    folders: dict[int, Path] = {}
+    folders: dict[tuple[int, str], Path] = {}
 
-    def folder_of(k: int) -> Path:
-        if k not in folders:
-            folders[k] = tmp_path_factory.mktemp(f"undisturbed_{k}") / "run"
-            chaos.run(folders[k], keys_with(data, k))
-        return folders[k]
+    def folder_of(k: int, placement: str = "apart") -> Path:
+        case = (k, placement)
+        if case not in folders:
+            folders[case] = tmp_path_factory.mktemp(f"undisturbed_{k}") / "run"
+            chaos.run(folders[case], keys_with(data, k, placement))
+        return folders[case]
 
     return folder_of
 
@@ -73,15 +78,17 @@ DEATHS = {
     "actor1:snapshot": 9,
     "rollout:sync": 4,
     "reward:scoring": 4,
+    "together/rank0:update": 4,
 }
 """Victims, phases, and the call of the phase at which it dies."""
+IN_EVERY_RUN = (1, "together/rank0:update")
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("k", "case"),
     [
-        pytest.param(k, case, marks=[] if (k, case) == (1, "actor0:update") else pytest.mark.slow)
+        pytest.param(k, case, marks=[] if (k, case) == IN_EVERY_RUN else pytest.mark.slow)
         for k in (1, 2)
         for case in DEATHS
     ],
@@ -90,13 +97,14 @@ def test_after_a_death_a_run_learns_from_the_responses_that_waited(
     k: int, case: str, data: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
+    placement = SINGLE if "/" in case else "apart"
     with chaos.kill_at(*case.split(":"), DEATHS[case]) as killed_s:
-        outcome = chaos.run(folder, keys_with(data, k))
+        outcome = chaos.run(folder, keys_with(data, k, placement))
     assert killed_s, "the victim was not killed"
     (restart,) = outcome.restarts
     first = restart["repeated_from_step"]
     assert first > 1, "the run did not go back to a state with a queue"
-    assert training_rows(folder) == training_rows(undisturbed(k))
+    assert training_rows(folder) == training_rows(undisturbed(k, placement))
     restored = range(first, min(first + k, NUM_STEPS + 1))
     assert steps_without_generation(folder) == list(restored)
     assert not list(Path("/dev/shm").glob(f"rolepool-{os.getpid()}-*"))
@@ -166,17 +174,18 @@ def resume(keys: list[str], folder: Path, used: Path, *more: str) -> list[str]:
 def test_a_run_is_resumed_with_what_waited_in_its_queue(
     data: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    saved = undisturbed(1) / "checkpoints" / "step_000002"
+    used = undisturbed(1, SINGLE)
+    saved = used / "checkpoints" / "step_000002"
     names = sorted(path.name for path in saved.glob("queue_*"))
     assert names == ["queue_000003_rollouts.safetensors", "queue_000003_scores.safetensors"]
     state = json.loads((saved / "trainer.json").read_text())
     assert [queued["step"] for queued in state["queue"]] == [3]
-    last = undisturbed(1) / "checkpoints" / f"step_{NUM_STEPS:06d}"
+    last = used / "checkpoints" / f"step_{NUM_STEPS:06d}"
     assert not list(last.glob("queue_*")), "nothing is generated beyond the last step"
 
     folder = tmp_path / "run"
-    lines = resume(keys_with(data, 1), folder, undisturbed(1))
-    assert training_rows(folder) == training_rows(undisturbed(1))
+    lines = resume(keys_with(data, 1, SINGLE), folder, used)
+    assert training_rows(folder) == training_rows(used)
     assert steps_without_generation(folder) == [3]
     assert not any("max_staleness" in line for line in lines)
 

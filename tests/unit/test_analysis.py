@@ -13,6 +13,7 @@ from planner_runs import record
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span, step_bounds
 from rolepool.metrics.timeline import Interval, Timeline, critical_path, lanes, step_metrics
 from rolepool.planner.profile import measured_steps
+from rolepool.report.summary import around, by_step
 
 TICK_S = 0.125
 """Times of made-up schedules are multiples of it, so that sums of them are exact."""
@@ -158,6 +159,13 @@ def test_generation_that_runs_ahead_does_not_begin_a_step(k: int) -> None:
     is_generating = 3 + k <= 5
     assert metrics["pool/rollout/busy_fraction"] == pytest.approx(0.8 if is_generating else 0.0)
     assert metrics["pool/actor/busy_fraction"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_a_report_shows_what_was_generated_for_later_steps_meanwhile(k: int) -> None:
+    timeline = around(by_step(generated_ahead(9, k)), 4, 4)
+    assert step_metrics(timeline, 140.0, 150.0)["pool/rollout/busy_fraction"] == pytest.approx(0.8)
+    assert {recorded.step for recorded in timeline} == set(range(3, 6 + max(0, k - 1)))
 
 
 def test_what_follows_a_step_is_no_step() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 from rolepool.config import Config, load_config
-from rolepool.errors import ConfigError
+from rolepool.errors import ConfigError, WorkerError
 from rolepool.protocol import DataProto, DataProtoFuture
 from rolepool.protocol.batches import Rollouts, Scores
 from rolepool.protocol.columns import ragged
 from rolepool.protocol.futures import Stripe
+from rolepool.trainer import queue
 from rolepool.trainer.paper import check_step, step_of
 from rolepool.trainer.pipeline import Pipeline
 from rolepool.trainer.queue import StoredBatch
@@ -188,13 +190,13 @@ def test_a_run_that_is_restored_learns_from_what_the_undisturbed_one_learns_from
     rollout = Rollout()
     pipeline = make_pipeline(rollout)
     make_steps(pipeline, config, range(1, saved_step + 1))
-    state, queue = pipeline.state_after(saved_step), stored(pipeline)
-    assert [queued.step for queued in state.queue] == [batch.queued.step for batch in queue]
+    state, batches = pipeline.state_after(saved_step), stored(pipeline)
+    assert [queued.step for queued in state.queue] == [batch.queued.step for batch in batches]
     if saved_step < LAST_STEP - 1:  # what comes after the state is lost
         make_steps(pipeline, config, [saved_step + 1])
 
     rollout.version = saved_step  # what `Deployment.restore` sends
-    pipeline.restore(config, state, queue, LAST_STEP)
+    pipeline.restore(config, state, batches, LAST_STEP)
     assert pipeline.notice is None
     assert pipeline.state_after(saved_step) == state
     later = make_steps(pipeline, config, range(saved_step + 1, LAST_STEP + 1))
@@ -215,10 +217,10 @@ def restored(k_before: int, k: int, *more: str) -> tuple[Pipeline, list[Any]]:
     rollout = Rollout()
     pipeline = make_pipeline(rollout)
     make_steps(pipeline, config_with(k_before), [1, 2])
-    state, queue = pipeline.state_after(2), stored(pipeline)
+    state, batches = pipeline.state_after(2), stored(pipeline)
     rollout.version = 2
     config = config_with(k, *more)
-    pipeline.restore(config, state, queue, LAST_STEP)
+    pipeline.restore(config, state, batches, LAST_STEP)
     return pipeline, make_steps(pipeline, config, range(3, LAST_STEP + 1))
 
 
@@ -297,6 +299,39 @@ def test_a_batch_is_held_without_waiting_only_if_all_its_calls_have_ended() -> N
     assert batch.hold().results.scores.batch["scores"].tolist() == [1.0, 1.0]
 
 
+class SlowFuture(FakeFuture):
+    """The result of a call that does not end."""
+
+    def get(self, timeout_s: float | None = None, keys: Any = None) -> Any:
+        raise WorkerError(f"reward.compute_scores on pool has not ended after {timeout_s:g} s")
+
+
+def test_waiting_for_a_queue_ends_with_a_line_that_says_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipeline = make_pipeline()
+    pipeline.fill(config_with(1), ROLES, 1, LAST_STEP)
+    batch = pipeline.queue[1]
+    batch.generated = replace(batch.generated, scores=SlowFuture(batch.prompts))
+    monkeypatch.setattr(queue, "HOLD_TIMEOUT_S", 0.0)
+    with pytest.raises(WorkerError) as caught:
+        batch.hold()
+    assert caught.value.problems == (
+        "the responses and scores of step 2 belong to a state that is saved, and "
+        "reward.compute_scores on pool has not ended after 0 s",
+    )
+
+
+def test_a_lost_result_is_no_error_as_long_as_nobody_needs_it() -> None:
+    pipeline = make_pipeline()
+    pipeline.fill(config_with(0), ROLES, 1, LAST_STEP)
+    (batch,) = pipeline.queue
+    slow = SlowFuture(batch.prompts)
+    slow.call.has = batch.generated.rollouts.call.has = True
+    batch.generated = replace(batch.generated, scores=slow)
+    assert not batch.can_be_held()
+
+
 def test_a_state_whose_queue_has_gaps_is_refused() -> None:
     pipeline = make_pipeline()
     make_steps(pipeline, config_with(1), [1, 2])
@@ -354,9 +389,9 @@ def test_a_step_whose_prompts_are_not_those_of_the_data_is_refused() -> None:
 def test_a_synchronous_step_in_one_function_generates_what_waits_again() -> None:
     pipeline = make_pipeline()
     make_steps(pipeline, config_with(1), [1, 2])
-    state, queue = pipeline.state_after(2), stored(pipeline)
+    state, batches = pipeline.state_after(2), stored(pipeline)
     undivided = Pipeline(in_one_function(one_function), pipeline._estimator, pipeline._prompts)
-    undivided.restore(config_with(0), state, queue, LAST_STEP)
+    undivided.restore(config_with(0), state, batches, LAST_STEP)
     assert undivided.queue == ()
     assert undivided.state_after(2).data == {"next": 2}
     assert undivided.notice is not None and "in one function" in undivided.notice
