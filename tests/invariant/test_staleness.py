@@ -20,7 +20,10 @@ STILL = ("timing_", "perf/", "pool/", "overlap/", "training/num_steps", "global_
 moves = load_benchmark("moves")
 PLACEMENTS = {
     "one rank": "placement.strategy=standard trainer.n_gpus_per_node=1",
-    "rollout alone": moves.OWN_ROLLOUT,
+    "rollout alone": """placement.strategy=custom placement.pools={train:[1],generate:[1]}
+        trainer.n_gpus_per_node=2
+        placement.roles={actor:train,ref:train,critic:train,rollout:generate}""",
+    "two ranks, rollout and critic alone": moves.OWN_ROLLOUT,
     "split": "placement.strategy=split",
 }
 Rows = dict[int, dict[str, float]]
@@ -75,7 +78,7 @@ def runs(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def in_every_run(k: int, placement: str) -> bool:
-    return k == 1 and placement != "split"
+    return k == 1 and placement in ("one rank", "rollout alone")
 
 
 CASES = [
