@@ -143,35 +143,31 @@ class Pipeline:
         self._estimator.kl_controller.restore(state.kl_controller["value"])
         position: Mapping[str, Any] = state.data
         for batch in stored:
-            reason = self._restore_batch(config, batch)
+            restored = self._read_again(config, batch)
+            reason = self._why_not_used(config, restored)
             if reason is not None:
-                position = batch.queued.data
-                step = batch.queued.step
+                position = restored.position
                 again = f"generated again with the weights after step {state.step}"
-                self.notice = f"the responses of step {step} and later ones are {again}: {reason}"
+                which = f"the responses of step {restored.number} and later ones"
+                self.notice = f"{which} are {again}: {reason}"
                 break
+            self._queue.append(restored)
         self._prompts.load_state_dict(position)
         if self.notice is None:
             self.notice = self._notice_about_size(config, state, last_step)
 
-    def _restore_batch(self, config: Config, batch: StoredBatch) -> str | None:
-        """Put a batch of a state into the queue. Its prompts are read again. Returns why it cannot
-        be used, or None."""
-        from rolepool.trainer.results import generated_from, why_not_used
+    def _read_again(self, config: Config, batch: StoredBatch) -> QueuedBatch:
+        """A batch of a state, with its prompts."""
+        from rolepool.trainer.results import generated_from
 
         queued, results = batch
         self._prompts.load_state_dict(queued.data)
         epoch = self._prompts.epoch
         prompts = self._prompts.next_batch()
-        reason = why_not_used(config, prompts, results)
-        if reason is not None:
-            return reason
-        if not self._step.has_two_phases:
-            return f"trainer.step={config.trainer.step} generates and learns in one function"
         # With synchronous training all responses are compared. These are older, so they differ.
         is_compared = config.algorithm.max_staleness > 0
         generated = generated_from(queued.step, prompts, results, is_compared=is_compared)
-        restored = QueuedBatch(
+        return QueuedBatch(
             number=queued.step,
             prompts=prompts,
             epoch=epoch,
@@ -179,7 +175,25 @@ class Pipeline:
             generated=generated,
             results=results,
         )
-        self._queue.append(restored)
+
+    def _why_not_used(self, config: Config, batch: QueuedBatch) -> str | None:
+        """Why a step with this config cannot learn from a batch that may have been saved with
+        another config; None if it can. That the prompts are the same was checked with their
+        position."""
+        assert batch.results is not None, "it comes from a state"
+        rollouts = batch.results.rollouts
+        if not self._step.has_two_phases:
+            return f"trainer.step={config.trainer.step} generates and learns in one function"
+        if len(rollouts) != len(batch.prompts):
+            return f"they are {len(rollouts)}, and a step has {len(batch.prompts)}"
+        columns = rollouts.columns()
+        if config.bypasses_old_log_prob and "old_log_probs" not in columns:
+            return "they have no old_log_probs, which bypass_mode needs"
+        if config.returns_log_probs and "rollout_log_probs" not in columns:
+            return "they have no rollout_log_probs, which are compared now"
+        needs_baselines = "reward_baselines" in self._estimator.needs
+        if needs_baselines and batch.results.baselines is None:
+            return f"they have no baselines, which {config.algorithm.adv_estimator} needs"
         return None
 
     def _notice_about_size(self, config: Config, state: TrainState, last_step: int) -> str | None:

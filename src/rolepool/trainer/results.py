@@ -10,13 +10,8 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-import numpy as np
-
-from rolepool.config import Config
 from rolepool.errors import DataError, WorkerError
 from rolepool.protocol import DataProto, DataProtoFuture
-from rolepool.protocol.batches import Tokens
-from rolepool.protocol.columns import flat_values, split_tokens
 from rolepool.protocol.data import tensordict_to_batch
 from rolepool.protocol.futures import Stripe, rows_with_keys
 from rolepool.trainer.step import Generated
@@ -79,31 +74,6 @@ def _fetched(batch: Batch, timeout_s: float) -> DataProto:
         kind = type(value).__name__
         raise DataError(f"a step that waits in the queue returned a {kind}, not a DataProto")
     return value
-
-
-def why_not_used(config: Config, prompts: DataProto, results: Results) -> str | None:
-    """Why a step with this config cannot learn from these results, which may have been saved with
-    another config; None if it can."""
-    rollouts = results.rollouts
-    if len(rollouts) != len(prompts):
-        return f"they are {len(rollouts)} responses, and a step has {len(prompts)}"
-    tokens = Tokens.of(rollouts)
-    prompt_tokens, _ = split_tokens(vars(tokens))
-    read_again = np.concatenate(prompts.non_tensor_batch["raw_prompt_ids"])
-    if not np.array_equal(flat_values(prompt_tokens).numpy(), read_again):
-        return "their prompts have changed"
-    needed = []
-    if config.bypasses_old_log_prob:
-        needed.append("old_log_probs")
-    if config.returns_log_probs:
-        needed.append("rollout_log_probs")
-    for name in needed:
-        if name not in rollouts.columns():
-            return f"they have no {name}, which other keys need now"
-    needs_baselines = config.algorithm.adv_estimator == "remax"
-    if needs_baselines and results.baselines is None:
-        return "they have no baselines, which algorithm.adv_estimator=remax needs"
-    return None
 
 
 def generated_from(
