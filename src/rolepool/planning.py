@@ -28,6 +28,7 @@ from rolepool.placement.checks import (
 from rolepool.placement.estimate import estimate_memory, snapshot_bytes
 from rolepool.placement.plan import Schedule
 from rolepool.placement.render import PlanSummary
+from rolepool.placement.roles import Role
 from rolepool.placement.transfers import transfer_in_words
 
 
@@ -151,7 +152,20 @@ def _settings_to_show(config: Config, plan: Plan) -> dict[str, str]:
     correction = correction_in_words(config)
     if correction:
         settings["rollout correction"] = correction
+    if config.algorithm.max_staleness:
+        settings["staleness"] = _staleness_in_words(config, plan)
     return settings
+
+
+def _staleness_in_words(config: Config, plan: Plan) -> str:
+    """What `algorithm.max_staleness` does under this plan."""
+    num_steps = config.algorithm.max_staleness
+    plural = "s" if num_steps > 1 else ""
+    what = f"generation runs {num_steps} step{plural} ahead of training"
+    home = plan.roles[Role.Rollout]
+    if home != plan.roles[Role.Actor]:
+        return what
+    return f"{what}; it does not run beside the actor's updates, because both are in {home}"
 
 
 def _plan_problems(loaded: LoadedConfig, hardware: Hardware) -> Iterator[str]:

@@ -13,6 +13,7 @@ from planner_runs import record
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span, step_bounds
 from rolepool.metrics.timeline import Interval, Timeline, critical_path, lanes, step_metrics
 from rolepool.planner.profile import measured_steps
+from rolepool.report.summary import around, by_step
 
 TICK_S = 0.125
 """Times of made-up schedules are multiples of it, so that sums of them are exact."""
@@ -121,6 +122,50 @@ def test_neither_the_driver_nor_a_later_call_that_starts_earlier_begins_a_step()
     assert step_bounds(spans) == step_bounds(two_pools())
     assert critical_path(Timeline(spans), 100.0, 110.0)[-1].end_s == 110.0
     assert Timeline(spans).step_begins.keys() == {100.0, 110.0}
+
+
+def generated_ahead(num_steps: int, k: int) -> list[Recorded]:
+    """Steps of 10 s with a rollout in its own pool. The generation of step n + k is queued with the
+    updates of step n. It takes 8 s, and training the whole step."""
+    spans = []
+    number = 0
+    for step in range(1, num_steps + 1):
+        at = 100.0 + 10 * step
+        first = 1 if step == 1 else step + k
+        for following in range(first, min(step + k, num_steps) + 1):
+            number += 1
+            start_s = at - 8 * (step + k - following)
+            spans += spans_of(
+                following, "gen", "rollout", [(start_s, start_s + 8)], number, queued_s=at - 0.2
+            )
+        for operation, start_s in (("old_log_prob", at), ("update_actor", at + 3)):
+            number += 1
+            times = [(start_s, start_s + 3 if operation == "old_log_prob" else at + 10)]
+            spans += spans_of(step, operation, "actor", times, number, queued_s=start_s - 0.1)
+    return spans
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_generation_that_runs_ahead_does_not_begin_a_step(k: int) -> None:
+    spans = generated_ahead(5, k)
+    bounds = step_bounds(spans)
+    # The first step begins with all that is generated before it.
+    assert bounds[1] == (110.0 - 8 * k, 120.0)
+    for step in (2, 3, 4):
+        assert bounds[step] == (100.0 + 10 * step, 110.0 + 10 * step)
+    timeline = Timeline(spans)
+    assert [start_s for start_s, _ in bounds.values()] == list(timeline.step_begins)
+    metrics = step_metrics(timeline, *bounds[3])
+    is_generating = 3 + k <= 5
+    assert metrics["pool/rollout/busy_fraction"] == pytest.approx(0.8 if is_generating else 0.0)
+    assert metrics["pool/actor/busy_fraction"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_a_report_shows_what_was_generated_for_later_steps_meanwhile(k: int) -> None:
+    timeline = around(by_step(generated_ahead(9, k)), 4, 4)
+    assert step_metrics(timeline, 140.0, 150.0)["pool/rollout/busy_fraction"] == pytest.approx(0.8)
+    assert {recorded.step for recorded in timeline} == set(range(3, 6 + max(0, k - 1)))
 
 
 def test_what_follows_a_step_is_no_step() -> None:

@@ -194,6 +194,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "rollout_correction.rollout_is_batch_normalize": False,
         "rollout_correction.rollout_rs": None,
         "rollout_correction.rollout_rs_threshold": None,
+        "max_staleness": 0,
         "rollout_correction.bypass_mode": False,
         "rollout_correction.loss_type": "ppo_clip",
     },

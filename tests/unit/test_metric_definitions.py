@@ -23,7 +23,7 @@ from rolepool.placement import ResourcePoolManager, Role
 from rolepool.placement.plan import place
 from rolepool.protocol import DataProto, unpad
 from rolepool.trainer.advantages import Estimator
-from rolepool.trainer.rows import length_metrics, step_row
+from rolepool.trainer.rows import length_metrics, staleness_metrics, step_row
 from rolepool.trainer.samples import ScoredResponse
 from rolepool.trainer.step import StepCalls
 from rolepool.trainer.validation_metrics import validation_metrics
@@ -368,3 +368,31 @@ def test_the_score_of_a_validation_is_the_mean_of_its_data_sources(
     names: dict[str, float], expected: float | None
 ) -> None:
     assert validation_score(names) == expected
+
+
+# Staleness
+
+
+@pytest.mark.parametrize(
+    ("step", "versions", "critic_warmup", "expected"),
+    [
+        (1, [0, 0], 0, (0.0, 0.0)),
+        (5, [4, 4], 0, (0.0, 0.0)),
+        (5, [3, 2], 0, (1.5, 2.0)),
+        (5, [3, -1], 0, (1.0, 1.0)),  # an environment may not know the version of a row
+        (3, [0, 0], 2, (0.0, 0.0)),  # only the critic has been trained
+        (3, [2, 1], 2, (0.0, 0.0)),  # the same weights, sent again after a restart
+        (5, [3, 1], 2, (1.5, 2.0)),
+    ],
+)
+def test_staleness_is_how_many_steps_older_the_weights_of_the_rows_are(
+    step: int, versions: list[int], critic_warmup: int, expected: tuple[float, float]
+) -> None:
+    metrics = staleness_metrics(step, torch.tensor(versions), critic_warmup)
+    found = (metrics["training/staleness/mean"], metrics["training/staleness/max"])
+    assert found == expected
+
+
+def test_without_versions_there_is_no_staleness() -> None:
+    assert staleness_metrics(3, None, 0) == {}
+    assert staleness_metrics(3, torch.tensor([-1, -1]), 0) == {}

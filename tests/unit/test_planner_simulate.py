@@ -112,6 +112,53 @@ def test_processes_on_different_nodes_have_cores_of_their_own(schedule: Schedule
     assert found == pytest.approx(24.0)
 
 
+# Generation that runs ahead
+
+ROLLOUT_ALONE = """
+placement.strategy=custom trainer.n_gpus_per_node=4 placement.pools={train:[2],generate:[2]}
+placement.roles={actor:train,critic:train,ref:train,rollout:generate}
+"""
+
+
+def step_s_of(k: int, words: str, **seconds: float) -> float:
+    config = config_of(f"{words} algorithm.max_staleness={k}")
+    plan = build_plan(config)
+    return simulate(schedule_of(config), plan.roles, {**SECONDS, **seconds}, {}).step_s
+
+
+def test_a_rollout_in_its_own_pool_generates_while_the_others_train() -> None:
+    """Training takes 2 + 3 + 3 + 5 + 7 s. Both sides wait for each other while weights are sent,
+    which takes 1 s."""
+    assert step_s_of(0, ROLLOUT_ALONE) == pytest.approx(10 + 20 + 1)
+    assert step_s_of(1, ROLLOUT_ALONE) == pytest.approx(20 + 1)
+    assert step_s_of(1, ROLLOUT_ALONE, gen=20.0) == pytest.approx(20 + 1)
+    assert step_s_of(1, ROLLOUT_ALONE, gen=35.0) == pytest.approx(35 + 1)
+    # As both wait for each other after each step, more steps ahead save nothing more.
+    for gen_s in (10.0, 35.0):
+        assert step_s_of(2, ROLLOUT_ALONE, gen=gen_s) == step_s_of(1, ROLLOUT_ALONE, gen=gen_s)
+
+
+def test_in_one_pool_nothing_is_saved_by_generating_ahead() -> None:
+    words = "trainer.n_gpus_per_node=4"
+    assert step_s_of(1, words) == step_s_of(2, words) == step_s_of(0, words)
+
+
+def test_a_critic_in_its_own_pool_computes_values_beside_a_generation_ahead() -> None:
+    """Without staleness 9 s of values and 0.5 s of advantages follow 10 s of generation."""
+    assert step_s_of(0, SPLIT, values=9.0) == pytest.approx(10 + 9.5 + 7 + 1)
+    assert step_s_of(1, SPLIT, values=9.0) == pytest.approx(10 + 3 + 3 + 7 + 1)
+
+
+@pytest.mark.parametrize("k", [1, 2, 16])
+def test_busy_shares_and_the_path_are_those_of_one_step(k: int) -> None:
+    config = config_of(f"{ROLLOUT_ALONE} algorithm.max_staleness={k}")
+    found = simulate(schedule_of(config), build_plan(config).roles, SECONDS, {})
+    assert found.busy["generate"] == pytest.approx(11 / 21)
+    assert found.busy["train"] == pytest.approx(1.0)
+    assert sum(seconds for _, seconds in found.path) == pytest.approx(21.0)
+    assert dict(found.path)["update_actor"] == pytest.approx(7.0)
+
+
 # Many placements at once
 
 

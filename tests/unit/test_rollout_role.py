@@ -130,7 +130,8 @@ def test_rows_are_ragged_and_log_probs_come_only_if_asked_for(demo: Demo) -> Non
     asked = prompts()
     asked.non_tensor_batch["raw_prompt_ids"][1] = [4, 5, 6, 3, 7]
     sampled = make_rollout(demo).generate_sequences(asked)
-    assert sorted(sampled.batch.keys()) == ["input_ids", "num_prompt_tokens", "num_response_tokens"]
+    names = ["input_ids", "num_prompt_tokens", "num_response_tokens", "weights_version"]
+    assert sorted(sampled.batch.keys()) == names
     num_prompt, num_response = (
         sampled.batch["num_prompt_tokens"],
         sampled.batch["num_response_tokens"],

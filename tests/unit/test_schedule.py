@@ -13,6 +13,7 @@ from rolepool.config import load_config
 from rolepool.placement import build_plan
 from rolepool.placement.plan import Schedule
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
+from rolepool.planning import Hardware, summarise
 from rolepool.trainer.paper import schedule_of
 from rolepool.trainer.step import Step, generate, learn_from
 
@@ -165,6 +166,62 @@ def test_with_the_rollout_alone_the_critic_updates_beside_the_next_generation() 
         ("reward", "old_log_prob"),
         ("update_critic", "next_gen"),
     ]
+
+
+STALE = "algorithm.max_staleness=1"
+ALONE = """
+placement.strategy=custom trainer.n_gpus_per_node=4 placement.pools.train=[2] placement.pools.gen=[2]
+placement.roles.actor=train placement.roles.critic=train placement.roles.rollout=gen
+"""
+
+
+def with_generation(pairs: list[tuple[str, str]]) -> list[str]:
+    """The operations that overlap with a generation."""
+    found = {
+        first if second == "gen" else second for first, second in pairs if "gen" in (first, second)
+    }
+    return sorted(found)
+
+
+def test_with_staleness_a_rollout_in_its_own_pool_generates_beside_training() -> None:
+    assert with_generation(overlaps(ALONE)) == []
+    trained = ["old_log_prob", "update_actor", "update_critic", "values"]
+    assert with_generation(overlaps(f"{ALONE} {STALE}")) == trained
+    assert with_generation(overlaps(f"{ALONE} algorithm.max_staleness=2")) == trained
+    assert ("update_weights", "next_gen") not in overlaps(f"{ALONE} {STALE}")
+
+
+def test_with_staleness_in_one_pool_generation_overlaps_with_nothing() -> None:
+    assert with_generation(overlaps(STALE)) == []
+    assert with_generation(overlaps(f"{SPLIT} {STALE}")) == ["update_critic", "values"]
+
+
+@pytest.mark.parametrize("k", [1, 2, 16])
+def test_with_staleness_a_step_has_the_same_calls_and_learns_from_earlier_generations(
+    k: int,
+) -> None:
+    words = f"{WITH_REFERENCE} trainer.critic_warmup=2"
+    calls = scheduled(f"{words} algorithm.max_staleness={k}").calls
+    assert [call.operation for call in calls] == [call.operation for call in scheduled(words).calls]
+    num_calls = len(calls) - 1
+    of_step = {call.operation: call for call in calls}
+    generation = -k * num_calls  # the position of the first call of the step k steps earlier
+    assert generation in of_step["values"].after
+    assert min(min(call.after, default=0) for call in calls) == generation
+    assert num_calls - 1 in of_step["next_gen"].after, "the weights of this step"
+
+
+def test_the_plan_says_what_staleness_does() -> None:
+    def said(words: str) -> str:
+        loaded = load_config([], ["trainer.n_gpus_per_node=4", *words.split()])
+        return summarise(loaded, Hardware((4,), None)).settings.get("staleness", "")
+
+    assert said("") == ""
+    assert said(f"{ALONE} algorithm.max_staleness=2") == "generation runs 2 steps ahead of training"
+    assert said(STALE) == (
+        "generation runs 1 step ahead of training; it does not run beside the actor's updates, "
+        "because both are in global_pool"
+    )
 
 
 def test_the_greedy_baseline_of_remax_appears_by_itself() -> None:

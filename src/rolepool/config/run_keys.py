@@ -21,6 +21,8 @@ from rolepool.config.rollout_correction import Preset, as_number, read_bounds, r
 MAX_NODES = 65_536
 MAX_GPUS_PER_NODE = 1_024
 MAX_SLOTS = 2**20
+MAX_STALENESS = 16
+"""The driver holds about so many batches of responses in memory."""
 
 
 class DataConfig(Section):
@@ -216,6 +218,10 @@ class AlgorithmConfig(Section):
     kl_ctrl: KlCtrlConfig
     norm_adv_by_std_in_grpo: bool = True
     """Divide the advantages of grpo and grpo_passk by the group's standard deviation."""
+    max_staleness: Annotated[int, Field(ge=0, le=MAX_STALENESS)] = 0
+    """How many steps generation runs ahead of training (docs/asynchrony.md). The responses of step
+    n are generated with the weights after step n - 1 - max_staleness, always; 0 is synchronous
+    training. Saves time if the rollout has a pool of its own."""
     rollout_correction: RolloutCorrectionConfig
 
 

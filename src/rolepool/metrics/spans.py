@@ -158,15 +158,40 @@ def may_begin_step(recorded: Recorded) -> bool:
     return recorded.span.pool != DRIVER and recorded.operation not in BETWEEN_STEPS
 
 
-def step_bounds(spans: Iterable[Recorded]) -> dict[int, tuple[float, float]]:
-    """Start and end of each step. A step starts with its first call. It ends when the next step
-    starts; if it is the last step, or a validation or save follows, it ends with its last span."""
+def first_calls_of(spans: Iterable[Recorded]) -> dict[int, tuple[int, float]]:
+    """The number and the start of the call with which each step begins.
+
+    It is the first one that was queued after all calls of the step before. With
+    `algorithm.max_staleness` the responses of a step are generated while earlier steps train, and
+    this does not begin it: otherwise the first steps would seem to have no training.
+    """
+    by_step: dict[int, list[Span]] = defaultdict(list)
+    last_queued_s: dict[int, float] = {}
+    for recorded in spans:
+        if may_begin_step(recorded):
+            step, _, span = recorded
+            by_step[step].append(span)
+            last_queued_s[step] = max(span.queued_s, last_queued_s.get(step, span.queued_s))
+
     first_calls: dict[int, tuple[int, float]] = {}
-    """The number and the start of the first call of each step."""
+    for step, spans_of_step in by_step.items():
+        before_s = last_queued_s.get(step - 1, float("-inf"))
+        own = [span for span in spans_of_step if span.queued_s >= before_s]
+        # A recording without times of queueing has none.
+        begins = own or spans_of_step
+        first_calls[step] = min((span.call, span.start_s) for span in begins)
+    return first_calls
+
+
+def step_bounds(spans: Iterable[Recorded]) -> dict[int, tuple[float, float]]:
+    """Start and end of each step. A step starts with its first call (`first_calls_of`). It ends
+    when the next step starts; if it is the last step, or a validation or save follows, it ends with
+    its last span."""
+    recorded_spans = list(spans)
+    first_calls = first_calls_of(recorded_spans)
     ends: dict[int, float] = {}
     paused: set[int] = set()
-    for recorded in spans:
-        step, operation, span = recorded
+    for step, operation, span in recorded_spans:
         if operation in BETWEEN_STEPS:
             paused.add(step)
             continue
@@ -174,10 +199,6 @@ def step_bounds(spans: Iterable[Recorded]) -> dict[int, tuple[float, float]]:
         if step in ends:
             end_s = max(end_s, ends[step])
         ends[step] = end_s
-        if may_begin_step(recorded):
-            call = (span.call, span.start_s)
-            if step not in first_calls or call < first_calls[step]:
-                first_calls[step] = call
 
     bounds: dict[int, tuple[float, float]] = {}
     for step, (_, start_s) in sorted(first_calls.items()):

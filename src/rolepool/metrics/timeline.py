@@ -12,7 +12,14 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span, may_begin_step
+from rolepool.metrics.spans import (
+    DRIVER,
+    RULE_POOL,
+    Recorded,
+    Span,
+    first_calls_of,
+    may_begin_step,
+)
 
 NONE = -1
 """The position of a span that does not exist."""
@@ -135,21 +142,15 @@ class Timeline(list[Recorded]):
 
     def _find_step_begins(self, of_call: Mapping[CallKey, Sequence[int]]) -> dict[float, int]:
         """A step begins with its first call, and this one with its first span."""
-        first_calls: dict[int, tuple[int, int]] = {}
-        """The number of the first call of each step, and the position of its first span."""
-        for (number, _, step, _), positions in of_call.items():
-            first_position = positions[0]
-            if not may_begin_step(self[first_position]):
-                continue
-            call = (number, first_position)
-            if step not in first_calls or call < first_calls[step]:
-                first_calls[step] = call
-
+        first_calls = first_calls_of(self)
         begins: dict[float, int] = {}
-        for _, position in first_calls.values():
+        for (number, _, step, _), positions in of_call.items():
+            position = positions[0]
             start_s = self[position].span.start_s
-            # If several steps begin at the same time, the first one counts.
-            begins.setdefault(start_s, position)
+            is_first = first_calls.get(step) == (number, start_s)
+            if is_first and may_begin_step(self[position]):
+                # If several steps begin at the same time, the first one counts.
+                begins.setdefault(start_s, position)
         return begins
 
     def inputs_of(self, position: int) -> Iterator[int]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from rolepool.config import Config
-from rolepool.config.run_keys import MAX_GPUS_PER_NODE, MAX_NODES, PoolConfig
+from rolepool.config.run_keys import MAX_GPUS_PER_NODE, MAX_NODES, MAX_STALENESS, PoolConfig
 from rolepool.errors import PlacementError, collected
 from rolepool.placement.parallel import ParallelDims, dims_of
 from rolepool.placement.roles import COMBINED_ROLES, ROLE_SPECS, Role, home_of
@@ -146,13 +146,14 @@ class ScheduledCall:
     after: frozenset[int]
     """Positions of the calls that end before this one starts, under every placement: those whose
     results it is given, those that the driver waited for before it made this call, and earlier
-    calls of the same role."""
+    calls of the same role. A negative position counts back from the first call of the step: -1 is
+    the last call of the step before. Only `algorithm.max_staleness` needs such positions."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The calls of a step in the order in which they are made, and the generation that begins the
-    next step.
+    next step. With `algorithm.max_staleness` a step begins with the generation of a later step.
 
     It comes from running the step on paper (`rolepool.trainer.paper`), so there is no second
     description of the step.
@@ -176,8 +177,8 @@ class Schedule:
         and those that they wait for."""
         before: list[set[int]] = []
         for call in self.calls:
-            waits_for = set(call.after)
-            for earlier in call.after:
+            waits_for = {earlier for earlier in call.after if earlier >= 0}
+            for earlier in tuple(waits_for):
                 waits_for |= before[earlier]
             before.append(waits_for)
         return before
@@ -306,8 +307,9 @@ def _why_impossible(planned: PlannedSteps) -> str | None:
             return f"has an impossible pool {name!r}"
     if planned.schedule is None:
         return None
+    num_calls = len(planned.schedule.calls)
     for position, call in enumerate(planned.schedule.calls):
-        earlier_calls = range(position)
+        earlier_calls = range(-MAX_STALENESS * num_calls, position)
         if any(number not in earlier_calls for number in call.after):
             return "has a call that waits for a later one"
     return None

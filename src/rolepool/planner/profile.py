@@ -228,8 +228,11 @@ class Profile:
         """Add what the calls of a recording tell."""
         steps = set(measured_steps(recording.spans))
         # With the steps before, because their calls are what the first calls of a step waited for.
-        steps_before = {step - 1 for step in steps}
-        used_steps = steps | steps_before
+        # What was generated ahead waited for the weights of an earlier one.
+        num_before = 1 + recording.config.algorithm.max_staleness
+        used_steps = set(steps)
+        for back in range(1, num_before + 1):
+            used_steps.update(step - back for step in steps)
         timeline = Timeline(recorded for recorded in recording.spans if recorded.step in used_steps)
         is_sync_between = _syncs_between_pools(recording)
         lengths = _largest_lengths(recording.config)

@@ -18,7 +18,7 @@ from rolepool.placement.roles import Role
 
 NUM_STEPS = 4
 """Steps that are simulated. Only the last one counts, because the first ones begin with idle
-pools."""
+pools. If calls wait for earlier steps, as many steps more are simulated."""
 
 Rate = Callable[[str, Collection[str]], float]
 """How fast a pool works, at most 1, while these pools work."""
@@ -46,6 +46,7 @@ class Simulated(NamedTuple, Generic[Duration]):
     one."""
 
     calls: Sequence[SimulatedCall[Duration]]
+    calls_per_step: int
     starts: Mapping[int, Duration]
     ends: Mapping[int, Duration]
     """When each call starts and ends, by its position."""
@@ -54,8 +55,7 @@ class Simulated(NamedTuple, Generic[Duration]):
     def _bounds(self) -> tuple[int, int]:
         """The positions of the calls that begin this step and the next one."""
         end = len(self.calls) - 1
-        calls_per_step = end // (NUM_STEPS - 1)
-        return end - calls_per_step, end
+        return end - self.calls_per_step, end
 
     @property
     def step_s(self) -> Duration:
@@ -125,9 +125,10 @@ def simulate(
     """Simulate steps with these roles in these pools. `seconds` has the time of one call of each
     operation. If no rate is given, pools do not slow each other down."""
     calls = _calls_of_steps(schedule, homes, seconds, hand_over_s)
+    calls_per_step = len(schedule.calls) - 1
     if rate is None:
-        return _at_full_speed(calls)
-    return _by_events(calls, rate)
+        return _at_full_speed(calls, calls_per_step)
+    return _by_events(calls, calls_per_step, rate)
 
 
 def simulate_many(
@@ -138,7 +139,8 @@ def simulate_many(
 ) -> Simulated[Times]:
     """Simulate many placements with the same roles in each pool at once. Pools do not slow each
     other down."""
-    return _at_full_speed(_calls_of_steps(schedule, homes, seconds, hand_over_s))
+    calls = _calls_of_steps(schedule, homes, seconds, hand_over_s)
+    return _at_full_speed(calls, calls_per_step=len(schedule.calls) - 1)
 
 
 def _calls_of_steps(
@@ -151,7 +153,8 @@ def _calls_of_steps(
     num_calls = len(schedule.calls) - 1
     calls: list[SimulatedCall[Duration]] = []
     last_of_pool: dict[str, int] = {}
-    for position in range(num_calls * (NUM_STEPS - 1) + 1):
+    num_positions = num_calls * (_num_steps(schedule) - 1) + 1
+    for position in range(num_positions):
         # The last call of the schedule is the generation of the next step. It says what the first
         # call of a step waits for in the step before.
         number = position % num_calls or num_calls
@@ -183,6 +186,14 @@ def _calls_of_steps(
     return calls
 
 
+def _num_steps(schedule: Schedule) -> int:
+    """How many steps are simulated."""
+    num_calls = len(schedule.calls) - 1
+    earliest = min(min(call.after, default=0) for call in schedule.calls)
+    num_steps_before = -(earliest // num_calls)
+    return NUM_STEPS + max(0, num_steps_before)
+
+
 def _pools_of(call: ScheduledCall, homes: Mapping[Role, str]) -> tuple[str, ...]:
     """The pools of a call. A role without a pool is a rule, and the driver has no role."""
     if not call.roles:
@@ -190,7 +201,9 @@ def _pools_of(call: ScheduledCall, homes: Mapping[Role, str]) -> tuple[str, ...]
     return tuple({homes.get(role, RULE_POOL) for role in call.roles})
 
 
-def _at_full_speed(calls: Sequence[SimulatedCall[Duration]]) -> Simulated[Duration]:
+def _at_full_speed(
+    calls: Sequence[SimulatedCall[Duration]], calls_per_step: int
+) -> Simulated[Duration]:
     """No call slows another one down."""
     starts: dict[int, Duration] = {}
     ends: dict[int, Duration] = {}
@@ -202,10 +215,12 @@ def _at_full_speed(calls: Sequence[SimulatedCall[Duration]]) -> Simulated[Durati
         start_s = ready_s + call.hand_over_s
         starts[position] = start_s
         ends[position] = start_s + call.seconds
-    return Simulated(calls, starts, ends)
+    return Simulated(calls, calls_per_step, starts, ends)
 
 
-def _by_events(calls: Sequence[SimulatedCall[float]], rate: Rate) -> Simulated[float]:
+def _by_events(
+    calls: Sequence[SimulatedCall[float]], calls_per_step: int, rate: Rate
+) -> Simulated[float]:
     """From each start or end of a call to the next one: until then, all calls that run have the
     same rates."""
     starts: dict[int, float] = {}
@@ -241,7 +256,7 @@ def _by_events(calls: Sequence[SimulatedCall[float]], rate: Rate) -> Simulated[f
             # Rounding may leave a little of a call that has ended.
             if left_s[position] <= 1e-12:
                 ends[position] = now_s
-    return Simulated(calls, starts, ends)
+    return Simulated(calls, calls_per_step, starts, ends)
 
 
 def shared_rate(plan: Plan, efficiency: float, pool: str, active: Collection[str]) -> float:

@@ -124,7 +124,8 @@ class ComparableTokens(SampledTokens):
     rollout_log_probs: Ragged | None = None
     """The engine's log-prob of each response token; 0 of those that it did not sample."""
     weights_version: Tensor | None = None
-    """The version of the weights that generated the response. None if nobody compares log-probs."""
+    """The version of the weights that generated the response; -1 if that is not known. None if
+    log-probs are not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,7 @@ class Sizes(TypedBatch):
     num_turns: Tensor | None = None
     num_tool_calls: Tensor | None = None
     num_tool_errors: Tensor | None = None
+    weights_version: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,11 +46,17 @@ def by_step(spans: Sequence[Recorded]) -> SpansByStep:
 
 def around(grouped: SpansByStep, first: int, last: int) -> Timeline:
     """The spans of these steps, and of the steps before and after, which may overlap or explain
-    them."""
+    them. Responses of even later steps may be generated meanwhile (`algorithm.max_staleness`)."""
     near: list[Recorded] = []
+    end_s = 0.0
     for step, spans in grouped.items():
-        if first - 1 <= step <= last + 1:
-            near += spans
+        if step < first - 1:
+            continue
+        if step > last + 1 and all(recorded.span.start_s >= end_s for recorded in spans):
+            break
+        near += spans
+        if step <= last:
+            end_s = max(end_s, max(recorded.span.end_s for recorded in spans))
     return Timeline(near)
 
 

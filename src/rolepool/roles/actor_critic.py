@@ -37,7 +37,7 @@ from rolepool.protocol.batches import (
     Tokens,
     Values,
 )
-from rolepool.protocol.columns import flat_values
+from rolepool.protocol.columns import Ragged, flat_values, lengths_of, ragged
 from rolepool.protocol.part_times import part
 from rolepool.protocol.stores import listening_store
 from rolepool.roles.model_role import ModelRole
@@ -96,6 +96,9 @@ class Actor(TrainedRole):
         rollout_dtype = None if self.device == "cpu" else torch.bfloat16
         self.weights = WeightSource(self.trained, rollout_dtype)
         self._sent = Digests()
+        self.weights_version = 0
+        """The version of the weights that were sent to the rollout last. Those of this process are
+        the same until the next update."""
         self._sender: Sender | None = None
         """This rank's end of the process group with the rollout, if it has joined one."""
         self._from_engine = parity.Apart()
@@ -112,7 +115,7 @@ class Actor(TrainedRole):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Log-probs of the response tokens under the current weights, and the sum of the entropies
         of those tokens that were sampled. If the rows have a `weights_version`, log-probs are
-        compared with the engine's."""
+        compared with the engine's, except those of rows that were generated with older weights."""
 
         def score(rows: TokenRows) -> LogProbs:
             log_probs, entropies = self.log_probs(rows)
@@ -132,9 +135,22 @@ class Actor(TrainedRole):
                 version,
                 theirs=flat_values(rollouts.rollout_log_probs),
                 ours=flat_values(computed.old_log_probs),
-                mask=rollouts.response_mask,
+                mask=self._compared_tokens(rollouts, rollouts.rollout_log_probs),
             )
         return computed.to_proto()
+
+    def _compared_tokens(self, rows: ComparableTokens, log_probs: Ragged) -> Tensor | None:
+        """Which response tokens are compared with the engine's, one row after another; None means
+        all of them."""
+        mask: Tensor | None = None
+        if rows.response_mask is not None:
+            # What an environment wrote was not sampled, so the engine has no log-probs of it.
+            mask = flat_values(rows.response_mask)
+        if self.config.algorithm.max_staleness > 0 and rows.weights_version is not None:
+            is_fresh = rows.weights_version == self.weights_version
+            of_tokens = torch.repeat_interleave(is_fresh, lengths_of(log_probs))
+            mask = of_tokens if mask is None else mask & of_tokens
+        return mask
 
     def _raise_if_apart(
         self,
@@ -144,12 +160,10 @@ class Actor(TrainedRole):
         mask: Tensor | None,
     ) -> None:
         """Raise an error if the engine, whose log-probs are `theirs`, did not generate with the
-        current weights, or computes other log-probs."""
+        current weights, or computes other log-probs. None as `mask` compares all tokens."""
         if mask is not None:
-            # What an environment wrote was not sampled, so the engine has no log-probs of it.
-            is_sampled = flat_values(mask)
-            theirs = theirs[is_sampled]
-            ours = ours[is_sampled]
+            theirs = theirs[mask]
+            ours = ours[mask]
         theirs = theirs[: parity.NUM_TOKENS]
         ours = ours[: parity.NUM_TOKENS]
         apart = parity.Apart()
@@ -176,6 +190,8 @@ class Actor(TrainedRole):
     )
     def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         """One epoch of updates."""
+        if _update_compares(self.config):
+            self._mark_compared(data)
         metrics = self.update(data, ends_step)
         if self.keys.use_kl_loss:
             metrics["actor/kl_coef"] = self.keys.kl_loss_coef
@@ -204,6 +220,16 @@ class Actor(TrainedRole):
         total, number = self.part_sums.sum(sums.tolist())
         self._divisor_of_weights = rollout_correction.divisor_of_weights(total, number)
 
+    def _mark_compared(self, data: DataProto) -> None:
+        """Add the column `is_compared` if the rows of a batch may have been generated with older
+        weights: whether each response token is compared with the engine's."""
+        rows = ComparedUpdate.of(data)
+        if self.config.algorithm.max_staleness == 0 or rows.weights_version is None:
+            return
+        is_fresh = rows.weights_version == self.weights_version
+        lengths = lengths_of(rows.old_log_probs)
+        data.batch["is_compared"] = ragged(torch.repeat_interleave(is_fresh, lengths), lengths)
+
     def check_first(self, data: DataProto) -> None:
         """Compare the engine's log-probs with those that the first mini-batch has computed. If the
         rows have no `weights_version`, nobody compares them here."""
@@ -224,7 +250,8 @@ class Actor(TrainedRole):
         new_log_probs, entropies = self.log_probs(rows)
         log_probs = rows.pad(new_log_probs)
         if self.is_first_mini_batch and _update_compares(self.config):
-            self._from_engine.add(columns["old_log_probs"], log_probs, mask)
+            compared = columns.get("is_compared", mask)
+            self._from_engine.add(columns["old_log_probs"], log_probs, mask & compared)
         loss, metrics = self._policy_loss_of(log_probs, columns, counts)
         metrics = {**metrics, "pg_loss": loss.detach()}
         if keys.entropy_coeff != 0 or self.config.bypasses_old_log_prob:
@@ -315,6 +342,7 @@ class Actor(TrainedRole):
         """The digests of what this rank has exported since the last receipt."""
         receipt = Receipt(version, self._sent.read())
         self._sent = Digests()
+        self.weights_version = version
         return receipt
 
     @property
@@ -356,10 +384,11 @@ class Actor(TrainedRole):
         """Ends when the calls before it have ended."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def send_weights(self, turn: object) -> Sent:
+    def send_weights(self, turn: object, version: int) -> Sent:
         """Send this rank's rows of all weights, at the same time as the rollout receives them.
         `turn` is the result of the rollout's `await_turn`."""
         assert self._sender is not None, "this rank has not joined the transfers"
+        self.weights_version = version
         with self._open_own_rows() as rows_of, part("send"):
             return self._sender.send(rows_of)
 

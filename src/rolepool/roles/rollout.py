@@ -125,7 +125,6 @@ class Rollout(ModelRole):
             seeds.append(seed)
         kept = Kept(
             log_probs=self.config.returns_log_probs,
-            versions=self.keys.checks_parity,
             old_log_probs=self.config.bypasses_old_log_prob,
             dtype=torch.promote_types(self.frozen_dtype, torch.float32),
         )
@@ -202,6 +201,7 @@ class Rollout(ModelRole):
             noted = _noted(tensors, sent)
             got = self.engine.update_weights(noted, version)
         self._lacks_weights = False
+        actor.weights_version = version
         self._warn_without(got)
         sent_receipt = None
         if sent is not None:

@@ -20,12 +20,10 @@ TokenIds = Sequence[int] | npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Kept:
-    """Which columns a batch of rollouts has, besides tokens and counts."""
+    """Which columns a batch of rollouts has, besides tokens, counts and versions of weights."""
 
     log_probs: bool
     """The log-probs of the engine, as `rollout_log_probs`."""
-    versions: bool
-    """The versions of the weights."""
     old_log_probs: bool = False
     """The log-probs of the engine, as `old_log_probs`, with which the loss compares."""
     dtype: torch.dtype = torch.float32
@@ -60,7 +58,7 @@ def rollouts_of(
     responses = [completion.token_ids for completion in completions]
     log_probs = [completion.log_probs for completion in completions]
     versions = [completion.weights_version for completion in completions]
-    rollouts = _tokens_of(prompts, responses, versions if kept.versions else None)
+    rollouts = _tokens_of(prompts, responses, versions)
     return _with_log_probs(rollouts, torch.from_numpy(np.concatenate(log_probs)), kept)
 
 
@@ -74,7 +72,7 @@ def rollouts_of_turns(trajectories: Sequence[Trajectory], kept: Kept) -> Rollout
         log_probs += trajectory.log_probs[:num_kept]
     prompts = [trajectory.prompt_ids for trajectory in trajectories]
     versions = [trajectory.weights_version for trajectory in trajectories]
-    rollouts = _tokens_of(prompts, responses, versions if kept.versions else None)
+    rollouts = _tokens_of(prompts, responses, versions)
 
     def of_tokens(values: Tensor) -> Ragged:
         return ragged(values, rollouts.num_response_tokens)
@@ -128,7 +126,7 @@ def _score_of(trajectory: Trajectory) -> float:
 def _tokens_of(
     prompts: Sequence[TokenIds],
     responses: Sequence[TokenIds],
-    versions: Sequence[int] | None,
+    versions: Sequence[int],
 ) -> Rollouts:
     """Prompt and response of each row as one ragged column, and the number of tokens of each."""
     num_prompt = torch.tensor([len(prompt) for prompt in prompts])
@@ -139,12 +137,9 @@ def _tokens_of(
         pieces.append(np.asarray(response, dtype=np.int64))
     token_ids = torch.from_numpy(np.concatenate(pieces))
     lengths = num_prompt + num_response
-    weights_version = None
-    if versions is not None:
-        weights_version = torch.tensor(versions)
     return Rollouts(
         input_ids=ragged(token_ids, lengths),
         num_prompt_tokens=num_prompt,
         num_response_tokens=num_response,
-        weights_version=weights_version,
+        weights_version=torch.tensor(versions),
     )

@@ -109,9 +109,10 @@ class BetweenSteps:
         """Whether the state after this step can be restored in other processes. It is saved now if
         it was not."""
         deployment = self.deployment
-        state = self._parts.pipeline.state_after(number)
+        pipeline = self._parts.pipeline
+        state = pipeline.state_after(number)
         groups = deployment.trained_groups
-        if deployment.snapshots.complete(deployment.roles, groups, state):
+        if deployment.snapshots.complete(deployment.roles, groups, state, pipeline.queue):
             return True
         return self._save(number)
 
@@ -125,7 +126,7 @@ class BetweenSteps:
         self.deployment.watchdog.begin(f"checkpoint of step {number}")
         state = parts.pipeline.state_after(number)
         with driver_span("save_checkpoint", next_call_number()) as ended:
-            parts.checkpoints.save(self.deployment.roles, state)
+            parts.checkpoints.save(self.deployment.roles, state, parts.pipeline.queue)
         parts.journal.add_checkpoint(number, ended())
         return True
 

@@ -2,10 +2,10 @@
 as a Hugging Face folder.
 
 Owns `trainer.json`, and which checkpoints are kept. `models.checkpoint` owns the folder of each
-model.
+model, and `queue_files` the files of what waits in the queue of the state.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from rolepool.models import checkpoint as model_files
 from rolepool.placement.roles import ROLE_SPECS, Role, trained_roles
 from rolepool.protocol import CallFuture
 from rolepool.reading import read_small
+from rolepool.trainer.queue import QueuedBatch, StoredBatch
+from rolepool.trainer.queue_files import read_queue, write_queue
 from rolepool.trainer.state import TrainState
 from rolepool.trainer.step import Roles, TrainedCalls
 from rolepool.trainer.stores import Groups
@@ -31,6 +33,7 @@ class SavedCheckpoint:
     """A checkpoint, and the state of the run when it was saved."""
 
     state: TrainState
+    queue: Sequence[StoredBatch]
     path: Path
     has_models: bool = True
 
@@ -81,7 +84,8 @@ class Checkpoints:
         self._check_is_whole(path, is_auto=is_auto)
         if not is_auto:
             _check(path)
-        return SavedCheckpoint(_read_state(path), path)
+        state = _read_state(path)
+        return SavedCheckpoint(state, read_queue(path, state), path)
 
     def _check_is_whole(self, path: Path, *, is_auto: bool) -> None:
         """Raise ConfigError if a checkpoint does not have everything that this run needs."""
@@ -105,7 +109,7 @@ class Checkpoints:
         state = _read_state(path)
         if state.step > at_most:
             return None
-        return SavedCheckpoint(state, path)
+        return SavedCheckpoint(state, read_queue(path, state), path)
 
     def check_folder_is_shared(self, groups: Groups) -> None:
         """Raise ConfigError if a rank that saves checkpoints cannot access the run folder."""
@@ -114,8 +118,9 @@ class Checkpoints:
         for group in groups.values():
             group.check_exists(setting, self._folder.lock_file.absolute(), fix)
 
-    def save(self, roles: Roles, state: TrainState) -> None:
-        """Write a checkpoint atomically, then remove the checkpoints that are no longer kept."""
+    def save(self, roles: Roles, state: TrainState, queue: Sequence[QueuedBatch]) -> None:
+        """Write a checkpoint atomically, then remove the checkpoints that are no longer kept. Waits
+        until the queue has been generated and scored."""
         run_folder = self._folder.path.absolute()
         final = model_files.checkpoint_folder(run_folder, state.step)
         temporary = model_files.temporary_folder(final)
@@ -123,11 +128,12 @@ class Checkpoints:
         for name, role in roles.trained.items():
             folder = temporary / name
             calls.append(role.save_checkpoint(str(folder)))
+        queue_files = write_queue(temporary, [batch.hold() for batch in queue])
         for call in calls:
             call.get()
         state_file = temporary / "trainer.json"
-        state_file.write_text(state.model_dump_json(indent=2), encoding="utf-8")
-        model_files.write_hashes(state_file, [state_file])
+        state_file.write_text(state.to_json(), encoding="utf-8")
+        model_files.write_hashes(state_file, [state_file, *queue_files])
         model_files.publish(temporary, final)
         self.saved_step = state.step
         self._remove_old()
@@ -145,8 +151,9 @@ class Checkpoints:
 
 def _check(folder: Path) -> None:
     """Raise ConfigError if the checkpoint is damaged. Reads all of it."""
-    _read_state(folder)
+    state = _read_state(folder)
     model_files.check_hashes(folder)
+    read_queue(folder, state)
 
 
 def _read_state(folder: Path) -> TrainState:

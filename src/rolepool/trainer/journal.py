@@ -22,12 +22,19 @@ from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.sharding_times import SHARDING_FILE
 from rolepool.metrics.spans import Recorded, Span, preparation_times
 from rolepool.metrics.start_times import START_FILE
+from rolepool.protocol.batches import Sizes
 from rolepool.trainer.bad_steps import BadSteps
 from rolepool.trainer.console import NUM_SHOWN_SAMPLES, Observer, Sample
 from rolepool.trainer.paper import schedule_of
 from rolepool.trainer.phases import Phases
 from rolepool.trainer.pipeline import RunningStep
-from rolepool.trainer.rows import length_metrics, record, step_row
+from rolepool.trainer.rows import (
+    length_metrics,
+    record,
+    record_ahead,
+    staleness_metrics,
+    step_row,
+)
 from rolepool.trainer.samples import NUM_TRAINING_SAMPLES, records_responses, samples_of
 from rolepool.trainer.validation import NUM_SAMPLES
 
@@ -127,6 +134,16 @@ class Journal:
         metrics = estimated.metrics
         metrics["training/epoch"] = float(step.epoch)
         metrics["training/num_steps"] = float(num_steps)
+        versions = estimated.sizes.weights_version
+        if step.results is not None:
+            versions = Sizes.of(step.results.rollouts).weights_version
+        metrics.update(
+            staleness_metrics(
+                step.calls.number,
+                versions,
+                critic_warmup=self._config.trainer.critic_warmup,
+            )
+        )
         metrics.update(
             length_metrics(
                 self._config,
@@ -184,13 +201,21 @@ class Journal:
             return
         step = self._unfinished.calls
         recorded = record(step)
+        ahead = record_ahead(self._unfinished)
         after: list[Recorded] = []
         if following is not None:
-            operation, first_call = following.calls.first
+            operation, first_call = following.calls.first_after(step.last_number)
             for span in first_call.spans():
                 after.append(Recorded(step.number + 1, operation, span))
-        metrics = step_row(step, recorded, self._before, after, deployment.plan)
-        self._before = recorded
+        metrics = step_row(
+            step,
+            recorded,
+            before=self._before,
+            after=after,
+            plan=deployment.plan,
+            ahead=ahead,
+        )
+        self._before = [*recorded, *ahead]
         self._unfinished = None
         self._tell_preparations(f"step {step.number}", [line.span for line in recorded])
         if step.number <= self.last_step:

@@ -135,7 +135,7 @@ class Trainer:
         roles = deployment.roles
         pipeline = self.parts.pipeline
         deployment.watchdog.begin(f"step {number}")
-        pipeline.generate(config, roles, number)
+        pipeline.fill(config, roles, number, self.num_steps)
         step = pipeline.learn(config, roles)
         deployment.hold(number)
         self._take_snapshot(number)
@@ -144,8 +144,9 @@ class Trainer:
 
     def _take_snapshot(self, number: int) -> None:
         deployment = self.deployment
-        state = self.parts.pipeline.state_after(number)
-        deployment.snapshots.save(deployment.roles, state)
+        pipeline = self.parts.pipeline
+        state = pipeline.state_after(number)
+        deployment.snapshots.save(deployment.roles, state, pipeline.queue)
 
     def build_roles(self, cluster: Cluster, config: Config, reads_weights: bool) -> Roles:
         """Build every role that its pool does not have yet, and wait until they are ready."""

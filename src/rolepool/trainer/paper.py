@@ -5,13 +5,14 @@ run do. Imports neither torch nor ray, so that `plan` can use it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 
 from rolepool.config import Config
 from rolepool.config.functions import ADV_ESTIMATORS, Needs, import_object
 from rolepool.config.schema import all_keys
+from rolepool.errors import ConfigError, logger
 from rolepool.placement.built_in_roles import ADV
 from rolepool.placement.plan import NEXT_STEP, Schedule, ScheduledCall
 from rolepool.placement.roles import Role, needed_roles
@@ -31,15 +32,40 @@ def step_of(config: Config, needs: Needs | None = None) -> Step[Any]:
         named = import_object("trainer.step", config.trainer.step)
         if isinstance(named, Step):
             return named
+        max_staleness = config.algorithm.max_staleness
+        if max_staleness:
+            what = "a step that is one function cannot generate ahead"
+            fix = "write it as a Step with two phases (docs/extending.md), or use 0"
+            raise ConfigError(
+                f"algorithm.max_staleness={max_staleness}: {what}, and trainer.step="
+                f"{config.trainer.step} is one; {fix}"
+            )
         return in_one_function(named)
     if needs is None:
         needs = ADV_ESTIMATORS.get(config.algorithm.adv_estimator, ())
     return remax_step if "reward_baselines" in needs else ppo_step
 
 
+def check_step(config: Config) -> None:
+    """Raise ConfigError if the step cannot generate ahead, and the config asks for it. A step of
+    the user may do more than can be run on paper; then its first generation tells."""
+    if config.algorithm.max_staleness == 0 or config.trainer.step is None:
+        return
+    try:
+        schedule_of(config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        logger.debug("trainer.step=%s cannot be run on paper: %s", config.trainer.step, error)
+
+
 def schedule_of(config: Config) -> Schedule:
-    """The schedule of a step in which every role that is trained updates, up to the next step's
-    generation."""
+    """The schedule of a step in which every role that is trained updates, up to the generation that
+    begins the next step.
+
+    With `algorithm.max_staleness=k`, it begins with the generation of the step that is k steps
+    later.
+    """
     for key in all_keys():
         if key.endswith(".ppo_epochs"):
             num_epochs = min(MAX_EPOCHS, config.at(key))
@@ -54,22 +80,38 @@ def schedule_of(config: Config) -> Schedule:
     pipeline = Pipeline(step_of(config), estimator, _PaperPrompts())
 
     number = config.trainer.critic_warmup + 1  # the first step that trains the actor
-    pipeline.generate(config, roles, number)
-    noted = _learned(pipeline, config, roles)
-    names = _names_of(noted)
+    names: dict[int, str] = {}
+    first_position = 0
+    # The first step generates for several steps. The last one learns from what the second one has
+    # generated, so all its calls are those of every later step, too.
+    num_steps = config.algorithm.max_staleness + 2 if config.algorithm.max_staleness else 1
+    for later in range(num_steps):
+        first_position = len(graph.calls)
+        pipeline.fill(config, roles, number + later, _NO_LAST_STEP)
+        names.update(_names_of(pipeline.queue[-1].calls))
+        names.update(_names_of(_learned(pipeline, config, roles)))
     num_calls = len(graph.calls)
     # The next step begins, too, because its first call ends this one.
-    following: Sequence[NotedCall] = pipeline.generate(config, roles, number + 1)
+    pipeline.fill(config, roles, number + num_steps, _NO_LAST_STEP)
+    following: Sequence[NotedCall] = pipeline.queue[-1].calls
     if not following:  # a step in one function makes all its calls in the second phase
         following = _learned(pipeline, config, roles)
     name_of_next = _names_of(following)[num_calls]
     names[num_calls] = f"{NEXT_STEP}{name_of_next}"
 
+    calls_per_step = num_calls - first_position
+    # Calls of the first step have no place in the steps before the last one.
+    earliest = first_position - config.algorithm.max_staleness * calls_per_step
     scheduled: list[ScheduledCall] = []
-    for position, call in enumerate(graph.calls[: num_calls + 1]):
-        name = names[position]
-        scheduled.append(ScheduledCall(name, call.roles, call.after))
+    for position in range(first_position, num_calls + 1):
+        call = graph.calls[position]
+        after = {earlier - first_position for earlier in call.after if earlier >= earliest}
+        scheduled.append(ScheduledCall(names[position], call.roles, frozenset(after)))
     return Schedule(tuple(scheduled))
+
+
+_NO_LAST_STEP = 2**62
+"""On paper a run does not end."""
 
 
 def _learned(pipeline: Pipeline, config: Config, roles: Roles) -> list[NotedCall]:
@@ -181,12 +223,16 @@ class _PaperWeights:
     """A transfer of weights that is one call of both roles."""
 
     graph: _Graph
+    sent: list[PaperBatch] = field(default_factory=list)
 
     def send(self, version: int) -> Any:
-        return [self.graph.add((Role.Actor, Role.Rollout))]
+        self.sent.append(self.graph.add((Role.Actor, Role.Rollout)))
+        return [self.sent[-1]]
 
     def check(self) -> None:
-        """Nothing was sent."""
+        """The driver waits for the last transfer before it makes another call."""
+        while self.sent:
+            self.graph.wait_for(self.sent.pop())
 
 
 @dataclass(frozen=True)

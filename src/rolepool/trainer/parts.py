@@ -22,7 +22,7 @@ from rolepool.trainer.checkpoint import Checkpoints
 from rolepool.trainer.inputs import check_inputs, check_prompts
 from rolepool.trainer.interrupt import Interrupt
 from rolepool.trainer.journal import Journal
-from rolepool.trainer.paper import step_of
+from rolepool.trainer.paper import check_step, step_of
 from rolepool.trainer.pipeline import Pipeline
 from rolepool.trainer.step import Roles
 
@@ -46,6 +46,7 @@ class RunParts:
         """The config of the start. After a move the deployment has another one."""
         self.plan = build_plan(config)
         PlacementError.raise_if_any(find_problems(config, self.plan))
+        check_step(config)
         checked = check_inputs(config, self.plan, reward)
         self.helpers = checked.helpers
         """The pools beside those of the plan, and the number of their processes."""

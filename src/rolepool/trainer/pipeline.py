@@ -1,8 +1,13 @@
 """The pipeline: when each of the two phases of a step runs, and the queue between them.
 
-Today `learn` follows `generate` at once, so the queue is empty between two steps. Owns the state of
-a run outside of its models, because what waits in the queue is a part of it. `plan` runs this code
-on paper, so it imports neither torch nor ray.
+The responses of step n are generated with the weights after step n - 1 - k, where k is
+`algorithm.max_staleness`. This needs nothing but an order of calls: `fill` queues the generation of
+step n + k before `learn` queues the updates of step n, because the rollout then has the weights
+after step n - 1, and gets the next ones behind that generation. So k batches wait between two
+steps. With k = 0 the queue is empty there.
+
+Owns the state of a run outside of its models, because what waits in the queue is a part of it.
+`plan` runs this code on paper, so it imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -13,13 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rolepool.config import Config
-from rolepool.trainer.recorder import NotedCall
+from rolepool.errors import ConfigError
+from rolepool.trainer.queue import QueuedBatch, StoredBatch
 from rolepool.trainer.state import TrainState
-from rolepool.trainer.step import Roles, Step, StepCalls
+from rolepool.trainer.step import Generated, Roles, Step, StepCalls
 
 if TYPE_CHECKING:
     from rolepool.protocol import DataProto
     from rolepool.trainer.advantages import Estimator
+    from rolepool.trainer.results import Results
 
 
 class PromptSource(Protocol):
@@ -37,26 +44,16 @@ class PromptSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """A batch in the queue."""
-
-    prompts: DataProto
-    epoch: int
-    position: Mapping[str, Any]
-    """The position in the prompts before this batch was taken."""
-    generated: Any
-    """What the first phase of the step has returned."""
-    calls: Sequence[NotedCall]
-    """The calls of the first phase."""
-
-
-@dataclass(frozen=True)
 class RunningStep:
     """A step whose calls are all queued. The last ones may still run."""
 
     prompts: DataProto
     epoch: int
     calls: StepCalls
+    ahead: Sequence[QueuedBatch] = ()
+    """The batches of later steps, whose generation may run beside the calls of this step."""
+    results: Results | None = None
+    """The results of its first phase, if they come from a saved state."""
 
 
 class Pipeline:
@@ -67,18 +64,37 @@ class Pipeline:
         self._step = step
         self._estimator = estimator
         self._prompts = prompts
-        self._queue: deque[Waiting] = deque()
+        self._queue: deque[QueuedBatch] = deque()
+        self.notice: str | None = None
+        """What somebody should know about the queue since the last `restore`."""
 
-    def generate(self, config: Config, roles: Roles, number: int) -> Sequence[NotedCall]:
-        """The first phase: take prompts, and queue the calls that generate and score responses.
-        Returns these calls."""
+    @property
+    def queue(self) -> tuple[QueuedBatch, ...]:
+        """What was generated and not learned from."""
+        return tuple(self._queue)
+
+    def fill(self, config: Config, roles: Roles, number: int, last_step: int) -> None:
+        """Make the first phases that come before the second phase of this step: usually one, and
+        several at the start of a run. The rollout has the weights after the step before."""
+        last_number = number - 1
+        if self._queue:
+            last_number = self._queue[-1].number
+        end = min(number + config.algorithm.max_staleness, last_step)
+        for following in range(last_number + 1, end + 1):
+            self.generate(config, roles, following)
+
+    def generate(self, config: Config, roles: Roles, number: int) -> None:
+        """The first phase: take prompts, and queue the calls that generate and score responses."""
         position = self._prompts.state_dict()
         epoch = self._prompts.epoch
         prompts = self._prompts.next_batch()
         roles.recorder.begin()
         generated = self._step.generate(config, roles, prompts, number)
         calls = roles.recorder.take()
-        batch = Waiting(
+        if config.algorithm.max_staleness:
+            _check_can_wait(config, generated, prompts)
+        batch = QueuedBatch(
+            number=number,
             prompts=prompts,
             epoch=epoch,
             position=position,
@@ -86,7 +102,6 @@ class Pipeline:
             calls=calls,
         )
         self._queue.append(batch)
-        return calls
 
     def learn(self, config: Config, roles: Roles) -> RunningStep:
         """The second phase, with the oldest batch of the queue: wait for its responses, and queue
@@ -94,25 +109,116 @@ class Pipeline:
         oldest = self._queue.popleft()
         roles.recorder.begin(oldest.calls)
         calls = self._step.learn(config, roles, self._estimator, oldest.generated)
-        return RunningStep(oldest.prompts, oldest.epoch, calls)
+        return RunningStep(
+            prompts=oldest.prompts,
+            epoch=oldest.epoch,
+            calls=calls,
+            ahead=self.queue,
+            results=oldest.results,
+        )
 
     def state_after(self, number: int) -> TrainState:
-        """The state after the updates of this step are queued."""
-        position: Mapping[str, Any]
-        if self._queue:
-            position = self._queue[0].position
-        else:
-            position = self._prompts.state_dict()
+        """The state after the updates of this step are queued. The results in the queue belong to
+        it, too."""
+        position = self._prompts.state_dict()
         kl_controller = self._estimator.kl_controller
         return TrainState(
             step=number,
             data=dict(position),
             kl_controller={"value": kl_controller.value},
+            queue=tuple(batch.queued for batch in self._queue),
         )
 
-    def restore(self, state: TrainState) -> None:
-        """Go to a state. What is in the queue was generated with other weights, or by processes
-        that have died, so it is dropped and will be generated again."""
+    def restore(
+        self,
+        config: Config,
+        state: TrainState,
+        stored: Sequence[StoredBatch] = (),
+        last_step: int = 0,
+    ) -> None:
+        """Go to a state, whose queue has these batches. If one of them does not fit this config,
+        it and all that follow it will be generated again. `last_step` is that of the run."""
         self._queue.clear()
-        self._prompts.load_state_dict(state.data)
+        self.notice = None
         self._estimator.kl_controller.restore(state.kl_controller["value"])
+        position: Mapping[str, Any] = state.data
+        for batch in stored:
+            restored = self._read_again(config, batch)
+            reason = self._why_not_used(config, restored)
+            if reason is not None:
+                position = restored.position
+                again = f"generated again with the weights after step {state.step}"
+                which = f"the responses of step {restored.number} and later ones"
+                self.notice = f"{which} are {again}: {reason}"
+                break
+            self._queue.append(restored)
+        self._prompts.load_state_dict(position)
+        if self.notice is None:
+            self.notice = self._notice_about_size(config, state, last_step)
+
+    def _read_again(self, config: Config, batch: StoredBatch) -> QueuedBatch:
+        """A batch of a state, with its prompts."""
+        from rolepool.trainer.results import generated_from
+
+        queued, results = batch
+        self._prompts.load_state_dict(queued.data)
+        epoch = self._prompts.epoch
+        prompts = self._prompts.next_batch()
+        # With synchronous training all responses are compared. These are older, so they differ.
+        is_compared = config.algorithm.max_staleness > 0
+        generated = generated_from(queued.step, prompts, results, is_compared=is_compared)
+        return QueuedBatch(
+            number=queued.step,
+            prompts=prompts,
+            epoch=epoch,
+            position=queued.data,
+            generated=generated,
+            results=results,
+        )
+
+    def _why_not_used(self, config: Config, batch: QueuedBatch) -> str | None:
+        """Why a step with this config cannot learn from a batch that may have been saved with
+        another config; None if it can. That the prompts are the same was checked with their
+        position."""
+        assert batch.results is not None, "it comes from a state"
+        rollouts = batch.results.rollouts
+        if not self._step.has_two_phases:
+            return f"trainer.step={config.trainer.step} generates and learns in one function"
+        if len(rollouts) != len(batch.prompts):
+            return f"they are {len(rollouts)}, and a step has {len(batch.prompts)}"
+        columns = rollouts.columns()
+        if config.bypasses_old_log_prob and "old_log_probs" not in columns:
+            return "they have no old_log_probs, which bypass_mode needs"
+        if config.returns_log_probs and "rollout_log_probs" not in columns:
+            return "they have no rollout_log_probs, which are compared now"
+        needs_baselines = "reward_baselines" in self._estimator.needs
+        if needs_baselines and batch.results.baselines is None:
+            return f"they have no baselines, which {config.algorithm.adv_estimator} needs"
+        return None
+
+    def _notice_about_size(self, config: Config, state: TrainState, last_step: int) -> str | None:
+        """What to say if the state was saved with another `max_staleness`, or at the end of a run
+        that is continued now."""
+        wanted = min(config.algorithm.max_staleness, last_step - state.step)
+        num_queued = len(self._queue)
+        setting = f"algorithm.max_staleness={config.algorithm.max_staleness}"
+        has = f"the state after step {state.step} has responses for {num_queued} later steps"
+        if state.step and num_queued < wanted:
+            others = f"those up to step {state.step + wanted + 1} are generated with its weights"
+            return f"{has}, and {setting}: {others}"
+        if num_queued > wanted:
+            return f"{has}, and {setting}: training learns from these responses first"
+        return None
+
+
+def _check_can_wait(config: Config, generated: object, prompts: DataProto) -> None:
+    """Raise ConfigError if a state cannot hold what the first phase of a step has returned."""
+    what = f"trainer.step={config.trainer.step}: its first phase"
+    setting = f"algorithm.max_staleness={config.algorithm.max_staleness}"
+    fix = "see docs/extending.md, or set algorithm.max_staleness=0"
+    # Not a class that is derived from it, because a state does not hold more fields.
+    if type(generated) is not Generated:
+        kind = type(generated).__name__
+        raise ConfigError(f"{what} returns a {kind}, and {setting} needs a Generated; {fix}")
+    if generated.prompts is not prompts:
+        raise ConfigError(f"{what} returns other prompts than it got, which {setting} reads; {fix}")

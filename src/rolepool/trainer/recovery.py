@@ -150,7 +150,11 @@ class Recovery:
     def _restore(self, deployment: Deployment, saved: Saved) -> None:
         """Bring the models and the driver to a state."""
         deployment.restore(saved)
-        self._pipeline.restore(saved.state)
+        pipeline = self._pipeline
+        last_step = self._parts.num_steps
+        pipeline.restore(deployment.config, saved.state, saved.queue, last_step)
+        if pipeline.notice is not None:
+            self._journal.notice(pipeline.notice)
 
     def _count(self, error: WorkerError) -> None:
         """Count a death. Raises the error if it is none, or one too many without a new row."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from rolepool.config import Config
 from rolepool.metrics.spans import Recorded, operation_times, step_bounds
@@ -12,6 +13,7 @@ from rolepool.placement import Plan
 from rolepool.placement.built_in_roles import ADV, UPDATE_WEIGHTS
 from rolepool.placement.roles import OPERATIONS
 from rolepool.trainer.advantages import Estimated, describe
+from rolepool.trainer.pipeline import RunningStep
 from rolepool.trainer.step import StepCalls, update_orders
 from rolepool.weights.process_group import Sent
 
@@ -29,18 +31,32 @@ def record(step: StepCalls) -> list[Recorded]:
     return recorded
 
 
+def record_ahead(step: RunningStep) -> list[Recorded]:
+    """The spans of the calls that were made ahead for later steps, if they have ended."""
+    recorded: list[Recorded] = []
+    for batch in step.ahead:
+        for operation, future in batch.calls:
+            if not future.done():
+                continue
+            for span in future.spans():
+                recorded.append(Recorded(batch.number, operation, span))
+    return recorded
+
+
 def step_row(
     step: StepCalls,
     recorded: Sequence[Recorded],
     before: Sequence[Recorded],
     after: Sequence[Recorded],
     plan: Plan,
+    ahead: Sequence[Recorded] = (),
 ) -> dict[str, float]:
     """All metrics of a step. A step ends when the next one starts, or with its last call.
 
     `before` and `after` are the spans around it, which say what its first calls waited for and what
-    waited for its last ones. Metrics of updates are means over the epochs, except the numbers of
-    updates, which are sums.
+    waited for its last ones. `ahead` are those of later steps whose responses were generated
+    meanwhile. Metrics of updates are means over the epochs, except the numbers of updates, which
+    are sums.
     """
     metrics = {
         "training/global_step": float(step.number),
@@ -49,12 +65,15 @@ def step_row(
         **describe(step.estimated, step.scored.get()),
     }
     times = operation_times(recorded)
-    bounds = step_bounds([*recorded, *after])
+    # Calls of this step that were queued before the last ones of the step before do not begin it.
+    of_step_before = [line for line in before if line.step == step.number - 1]
+    bounds = step_bounds([*of_step_before, *recorded, *after])
     start_s, end_s = bounds[step.number]
     step_s = end_s - start_s
     times["timing_s/step"] = step_s
     tokens_per_s = metrics["perf/total_num_tokens"] / step_s
-    timeline = Timeline([*recorded, *before, *after])
+    # What was generated ahead is in several of these lists.
+    timeline = Timeline(dict.fromkeys([*recorded, *before, *ahead, *after]))
     return {
         **metrics,
         **times,
@@ -64,6 +83,27 @@ def step_row(
         **_peaks(recorded),
         **_sent_weights(step),
         **step_metrics(timeline, start_s, end_s),
+    }
+
+
+def staleness_metrics(
+    step: int,
+    versions: Tensor | None,
+    critic_warmup: int,
+) -> dict[str, float]:
+    """How many steps older the weights are that generated the rows of a step than those with which
+    the step begins. The weights are the same after all steps in which only the critic trains. Empty
+    if the rollout does not say the versions."""
+    if versions is None:
+        return {}
+    known = versions[versions >= 0]
+    if not len(known):
+        return {}
+    newest = max(step - 1, critic_warmup)
+    staleness = newest - known.clamp(min=critic_warmup)
+    return {
+        "training/staleness/mean": float(staleness.double().mean()),
+        "training/staleness/max": float(staleness.max()),
     }
 
 

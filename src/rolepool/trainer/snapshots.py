@@ -3,8 +3,13 @@ complete.
 
 Two snapshots are written in turn, so that one is complete while the other is written. The ranks
 write them (`rolepool.models.snapshot`) into the folders of keepers (`rolepool.cluster.keepers`);
-the driver keeps the position in the data. A run needs no snapshots to train: if there is no room
-for them, or if somebody removes them, there is a warning, and the next one is tried again.
+the driver keeps the position in the data, and the results that wait in the queue of the state. A run
+needs no snapshots to train: if there is no room for them, or if somebody removes them, there is a
+warning, and the next one is tried again.
+
+A snapshot is complete only if the driver holds its queue. So it waits for the queue of the last
+snapshot before it takes the next one, which overwrites the one before. Of two snapshots one is then
+always complete, and no old weights have to be kept to generate a batch again.
 """
 
 import time
@@ -20,6 +25,7 @@ from rolepool.errors import logger
 from rolepool.models.checkpoint import snapshot_files, snapshot_number
 from rolepool.placement.estimate import SHARED_MEMORY, snapshot_bytes
 from rolepool.protocol.futures import CallFuture
+from rolepool.trainer.queue import QueuedBatch, StoredBatch
 from rolepool.trainer.state import TrainState
 from rolepool.trainer.step import Roles, TrainedCalls
 from rolepool.trainer.stores import Groups
@@ -39,6 +45,7 @@ class SavedSnapshot:
     """A complete snapshot."""
 
     state: TrainState
+    queue: Sequence[StoredBatch]
     folders: Mapping[str, Path]
     """Its folder on each node, by node id."""
     has_models: bool = True
@@ -55,12 +62,23 @@ class Taken:
     """A snapshot that was queued."""
 
     state: TrainState
+    queue: Sequence[QueuedBatch]
     place: str
     number: int
     files: dict[str, list[Files]]
     """The files of each role's ranks."""
     written: list[CallFuture]
     """Whether each rank could write its files."""
+
+    @property
+    def stored_queue(self) -> list[StoredBatch]:
+        """The queue of the state. Waits until all of it has been generated and scored."""
+        return [batch.hold() for batch in self.queue]
+
+    @property
+    def queue_is_held(self) -> bool:
+        """Whether the driver holds the queue, or can do so now without waiting."""
+        return all(batch.can_be_held() for batch in self.queue)
 
 
 class Snapshots:
@@ -82,12 +100,21 @@ class Snapshots:
             nodes_with_keeper = cluster.nodes
         self.keepers = Keepers(snapshot_number, nodes_with_keeper)
 
-    def save(self, roles: Roles, state: TrainState) -> None:
+    def save(self, roles: Roles, state: TrainState, queue: Sequence[QueuedBatch]) -> None:
         """Queue a snapshot of this state if one is due. The first one always is."""
+        self._hold_queues(state.step)
         if not self._taken or state.step % self._every == 0:
-            self._take(roles, state)
+            self._take(roles, state, queue)
 
-    def _take(self, roles: Roles, state: TrainState) -> None:
+    def _hold_queues(self, step: int) -> None:
+        """Hold the queues of the snapshots of earlier steps. They have ended, or end soon: the
+        newest one was generated before the rollout got the weights of its own step."""
+        for taken in self._taken:
+            if taken.state.step < step:
+                for batch in taken.queue:
+                    batch.hold()
+
+    def _take(self, roles: Roles, state: TrainState, queue: Sequence[QueuedBatch]) -> None:
         """Queue a snapshot, if there is room for it."""
         if self._every < 0:
             return
@@ -111,6 +138,7 @@ class Snapshots:
             self.keepers.remove(place, nodes)
         taken = Taken(
             state=state,
+            queue=queue,
             place=place,
             number=next(self._numbers),
             files={},
@@ -178,16 +206,24 @@ class Snapshots:
             )
         return self._has_room
 
-    def complete(self, roles: Roles, groups: Groups, state: TrainState) -> bool:
+    def complete(
+        self,
+        roles: Roles,
+        groups: Groups,
+        state: TrainState,
+        queue: Sequence[QueuedBatch],
+    ) -> bool:
         """Wait for the snapshot of this state, which is taken now if it was not due. Returns
         whether there is one."""
-        deadline = time.monotonic() + COMPLETE_TIMEOUT_S
         taken = self._of_step(state.step)
         if taken is None:
-            self._take(roles, state)
+            self._take(roles, state, queue)
             taken = self._of_step(state.step)
         if taken is None:
             return False
+        for batch in taken.queue:
+            batch.hold()
+        deadline = time.monotonic() + COMPLETE_TIMEOUT_S
         for written in taken.written:
             if not all(written.get()):
                 return False
@@ -211,7 +247,7 @@ class Snapshots:
         """The newest complete snapshot of a step up to `at_most`. Each node gets the files that its
         ranks need and that only other nodes have."""
         for taken in reversed(self._taken):
-            if taken.state.step > at_most:
+            if taken.state.step > at_most or not taken.queue_is_held:
                 continue
             self.keepers.where(self._cluster.nodes)  # finds out which have died
             if self._is_everywhere(taken, groups):
@@ -219,7 +255,7 @@ class Snapshots:
                 folders: dict[str, Path] = {}
                 for node, folder in _folders_of(where).items():
                     folders[node] = folder / taken.place
-                return SavedSnapshot(taken.state, folders)
+                return SavedSnapshot(taken.state, taken.stored_queue, folders)
         return None
 
     def _is_everywhere(self, taken: Taken, groups: Groups) -> bool:

@@ -20,6 +20,7 @@ from rolepool.errors import ConfigError
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems, find_warnings
 from rolepool.placement.roles import ROLE_SPECS, Role, model_of
+from rolepool.trainer.paper import check_step
 
 
 def check_start(
@@ -74,6 +75,7 @@ def _problems(
     yield from lines_of(*checks)
     yield from loaded.why_not_trained()
     yield from problems_of_plan
+    yield from lines_of(_step(config))
     yield from find_data_problems(config)
     yield from lines_of(_given_reward(config, reward))
 
@@ -142,6 +144,13 @@ def _is_connected_to_ray() -> bool:
     here, because that is slow."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
+
+
+def _step(config: Config) -> Iterator[str]:
+    """The step can generate ahead, if the config asks for it. The function that looks at it raises
+    ConfigError."""
+    check_step(config)
+    yield from ()
 
 
 def _given_reward(config: Config, reward: UserFunction | None) -> Iterator[str]:

@@ -51,6 +51,8 @@ class Step(Generic[FirstResult]):
     """Gets the config, the roles, the prompts and the number of the step."""
     learn: Callable[[Config, Roles, Estimator, FirstResult], StepCalls]
     """Gets the config, the roles, the estimator of advantages and what `generate` has returned."""
+    has_two_phases: bool = True
+    """False if the second phase makes all calls."""
 
     def __call__(
         self, config: Config, roles: Roles, estimator: Estimator, prompts: DataProto, number: int
@@ -88,18 +90,23 @@ class StepCalls:
     """The responses."""
 
     @property
-    def first(self) -> tuple[str, CallFuture]:
-        """The operation and the call with which the step began: the one that was queued first."""
-        noted: list[tuple[str, CallFuture]] = []
+    def last_number(self) -> int:
+        """The number of the call that was queued last."""
+        return max(number for number, _, _ in self._numbered())
+
+    def first_after(self, number: int) -> tuple[str, CallFuture]:
+        """The operation and the call that was queued first after the call with this number. If
+        that is the last call of the step before, this step began with it."""
+        later = [noted for noted in self._numbered() if noted[0] > number]
+        _, operation, future = min(later, key=lambda noted: noted[0])
+        return operation, future
+
+    def _numbered(self) -> Iterator[tuple[int, str, CallFuture]]:
+        """Each call with its number and its operation. Numbers grow in the order in which calls
+        are queued."""
         for operation, futures in self.calls.items():
             for future in futures:
-                noted.append((operation, future))
-
-        def number_of(operation_and_call: tuple[str, CallFuture]) -> int:
-            _, future = operation_and_call
-            return min(call.number for call in future.calls)
-
-        return min(noted, key=number_of)
+                yield min(call.number for call in future.calls), operation, future
 
 
 # The first phase
@@ -239,7 +246,7 @@ def in_one_function(
     ) -> StepCalls:
         return function(config, roles, estimator, *kept)
 
-    return Step(keep, make_all_calls)
+    return Step(keep, make_all_calls, has_two_phases=False)
 
 
 def update_orders(

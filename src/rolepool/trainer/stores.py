@@ -6,12 +6,13 @@ stores. The ranks that load a state may be other ones than those that saved it, 
 be another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from rolepool.cluster import WorkerGroup
 from rolepool.protocol import CallFuture
+from rolepool.trainer.queue import QueuedBatch, StoredBatch
 from rolepool.trainer.state import TrainState
 from rolepool.trainer.step import Roles, TrainedCalls
 
@@ -27,6 +28,10 @@ class Saved(Protocol):
         """The state without the models."""
 
     @property
+    def queue(self) -> Sequence[StoredBatch]:
+        """The batches of the state's queue."""
+
+    @property
     def has_models(self) -> bool:
         """Whether the models were saved, too. If not, they are those of their own files."""
 
@@ -37,8 +42,9 @@ class Saved(Protocol):
 class Store(Protocol):
     """Keeps states of a run."""
 
-    def save(self, roles: Roles, state: TrainState) -> None:
-        """Save the models as they are after the calls that are queued, together with this state."""
+    def save(self, roles: Roles, state: TrainState, queue: Sequence[QueuedBatch]) -> None:
+        """Save the models as they are after the calls that are queued, together with this state
+        and its queue."""
 
     def newest(self, groups: Groups, at_most: int) -> Saved | None:
         """The complete state of the latest step up to `at_most`, for models in these processes."""
@@ -50,6 +56,7 @@ class Beginning:
     when it is built."""
 
     state: TrainState
+    queue: Sequence[StoredBatch] = ()
     has_models: bool = False
 
     def load(self, name: str, role: TrainedCalls) -> list[CallFuture]:

@@ -163,7 +163,7 @@ class ProcessGroup(Channel):
         of_rollout = self._rollout.await_turn()
         self._turns = [of_actor, of_rollout]
         self._version = version
-        self._sent = self._actor.send_weights(of_rollout)
+        self._sent = self._actor.send_weights(of_rollout, version)
         self._got = self._rollout.receive_weights(of_actor, version)
         return [self._sent, self._got]
 
