@@ -114,8 +114,8 @@ class Actor(TrainedRole):
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_columns_of_log_prob)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Log-probs of the response tokens under the current weights, and the sum of the entropies
-        of those tokens that were sampled. If the rows have a `weights_version`, log-probs are
-        compared with the engine's, except those of rows that were generated with older weights."""
+        of those tokens that were sampled. With `rollout.parity_check`, log-probs are compared
+        with the engine's, except those of rows that were generated with older weights."""
 
         def score(rows: TokenRows) -> LogProbs:
             log_probs, entropies = self.log_probs(rows)
@@ -128,16 +128,21 @@ class Actor(TrainedRole):
 
         tokens = SampledTokens.of(data)
         computed = self.in_micro_batches("compute_log_prob", tokens, score)
-        rollouts = ComparableTokens.of(data)
-        if rollouts.weights_version is not None and rollouts.rollout_log_probs is not None:
-            version = int(rollouts.weights_version.max())
-            self._raise_if_apart(
-                version,
-                theirs=flat_values(rollouts.rollout_log_probs),
-                ours=flat_values(computed.old_log_probs),
-                mask=self._compared_tokens(rollouts, rollouts.rollout_log_probs),
-            )
+        if self.config.actor_rollout_ref.rollout.checks_parity:
+            self._compare(ComparableTokens.of(data), computed.old_log_probs)
         return computed.to_proto()
+
+    def _compare(self, rollouts: ComparableTokens, ours: Ragged) -> None:
+        """Compare the engine's log-probs of these rows with the actor's, if they have any."""
+        theirs = rollouts.rollout_log_probs
+        if rollouts.weights_version is None or theirs is None:
+            return
+        self._raise_if_apart(
+            int(rollouts.weights_version.max()),
+            theirs=flat_values(theirs),
+            ours=flat_values(ours),
+            mask=self._compared_tokens(rollouts, theirs),
+        )
 
     def _compared_tokens(self, rows: ComparableTokens, log_probs: Ragged) -> Tensor | None:
         """Which response tokens are compared with the engine's, one row after another; None means
