@@ -291,7 +291,7 @@ class RolloutConfig(Section):
     """What the actor sends to a rollout in another pool (docs/engines.md): all weights in every
     step (full), or only the values that changed, with their positions (delta). Both use a process
     group of the two pools. auto does so on CPU slots, with full, and uses Ray's shared memory on
-    GPUs, because NCCL between pools has not been tried yet."""
+    GPUs, because a death in the middle of a transfer has not been tried with NCCL."""
     val_kwargs: ValKwargs
     multi_turn: MultiTurnConfig
 

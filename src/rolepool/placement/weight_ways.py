@@ -37,7 +37,7 @@ def weight_way(
     if config.actor_rollout_ref.rollout.engine not in ENGINES:
         return WeightWay.SHARED_MEMORY
     if on_gpus and config.actor_rollout_ref.rollout.weights == "auto":
-        # Nobody has seen NCCL between pools yet, so it is only used if the user asks for it.
+        # Nobody has seen a rank die in a transfer through NCCL, so the user must ask for it.
         return WeightWay.SHARED_MEMORY
     if on_gpus and _share_a_gpu(plan) and environment.get(SEVERAL_RANKS_PER_GPU) != "1":
         return WeightWay.SHARED_MEMORY
