@@ -15,7 +15,7 @@ from train_helpers import ONE_RANK, small_keys
 
 from rolepool.data.demo import Demo
 
-EXAMPLES = ["estimator", "loss", "engine", "placement", "role", "style", "step"]
+EXAMPLES = ["estimator", "loss", "engine", "placement", "role", "style", "step", "ahead"]
 TWO_STEPS = [*ONE_RANK, "trainer.total_training_steps=2", "trainer.val_before_train=false"]
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 ESTIMATOR = "algorithm.adv_estimator=my_estimator:batch_mean"
@@ -114,6 +114,23 @@ def test_the_strategy_of_the_page_gives_the_reward_model_a_gpu_of_its_own(
     assert pools["reward"]["roles"] == ["reward_model"]
     spans = [json.loads(line) for line in (folder / "run" / "spans.jsonl").read_text().splitlines()]
     assert {span["role"] for span in spans if span["pool"] == "reward"} == {"reward_model"}
+
+
+def test_the_step_of_two_phases_generates_ahead_and_a_step_in_one_function_is_refused(
+    root: Path, demo: Demo, tmp_path: Path
+) -> None:
+    write_blocks(root, tmp_path)
+    (tmp_path / "mine.py").write_text("def step(*arguments):\n    pass\n")
+    ahead = "algorithm.max_staleness=1"
+    planned = rolepool("plan", tmp_path, "--json", "trainer.step=my_ahead:ahead_step", ahead)
+    assert "1 step ahead" in json.loads(planned.stdout)["settings"]["staleness"]
+    for words in (["plan"], ["train", *small_keys(demo, tmp_path / "run")]):
+        command, *others = words
+        refused = rolepool(command, tmp_path, *others, "trainer.step=mine:step", ahead)
+        assert refused.returncode == 2
+        (line,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+        assert "one function cannot generate ahead, and trainer.step=mine:step is one" in line
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

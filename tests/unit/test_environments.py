@@ -219,6 +219,7 @@ def test_one_turn_is_what_is_generated_without_an_environment(demo: Demo) -> Non
         "num_prompt_tokens",
         "num_response_tokens",
         "rollout_log_probs",
+        "weights_version",
     ]
     for key in ("input_ids", "rollout_log_probs"):
         assert torch.equal(
