@@ -9,6 +9,9 @@ from test_placements import PLACEMENTS, TOLERANCE, Course, assert_same, one_ray,
 from old_weights_engine import KEYS
 from rolepool.data.demo import Demo
 
+# Half a minute for the first of them; weights and masks have unit tests, too.
+pytestmark = pytest.mark.slow
+
 __all__ = ["one_ray"]  # one Ray for all tests of this module
 
 CORRECTION = "algorithm.rollout_correction"
@@ -45,12 +48,12 @@ def assert_corrects(course: Course) -> None:
     ("correction", "placement"),
     [
         (WITHOUT_CRITIC, "standard, 2 ranks"),
-        pytest.param(WITHOUT_CRITIC, "rollout alone", marks=pytest.mark.slow),
-        pytest.param(DECOUPLED, "rollout alone", marks=pytest.mark.slow),
-        pytest.param(DECOUPLED, "standard, 4 ranks, by tokens", marks=pytest.mark.slow),
-        pytest.param(DECOUPLED, "split, 2 and 1, padded", marks=pytest.mark.slow),
-        pytest.param(BYPASS, "rollout alone", marks=pytest.mark.slow),
-        pytest.param(BYPASS, "standard, 4 ranks, by tokens", marks=pytest.mark.slow),
+        (WITHOUT_CRITIC, "rollout alone"),
+        (DECOUPLED, "rollout alone"),
+        (DECOUPLED, "standard, 4 ranks, by tokens"),
+        (DECOUPLED, "split, 2 and 1, padded"),
+        (BYPASS, "rollout alone"),
+        (BYPASS, "standard, 4 ranks, by tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{len(value)} keys",
 )
