@@ -154,7 +154,20 @@ def _settings_to_show(config: Config, plan: Plan) -> dict[str, str]:
         settings["rollout correction"] = correction
     if config.algorithm.max_staleness:
         settings["staleness"] = _staleness_in_words(config, plan)
+    if config.algorithm.filter_groups.enable:
+        settings["dynamic sampling"] = _filtering_in_words(config)
     return settings
+
+
+def _filtering_in_words(config: Config) -> str:
+    """What `algorithm.filter_groups` does."""
+    keys = config.algorithm.filter_groups
+    metric = keys.metric or "score"
+    what = f"groups whose responses all have the same {metric} are replaced"
+    most = "as many batches as it needs"
+    if keys.max_num_gen_batches > 0:
+        most = f"at most {keys.max_num_gen_batches} batches"
+    return f"{what}; a step generates {most} of {config.prompts_of_generation} prompts"
 
 
 def _staleness_in_words(config: Config, plan: Plan) -> str:

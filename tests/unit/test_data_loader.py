@@ -86,7 +86,7 @@ def test_an_epoch_takes_each_prompt_at_most_once_and_drops_the_incomplete_batch(
     prompts: PromptSet,
 ) -> None:
     loader = PromptLoader(prompts, 4, seed=1)
-    assert loader.num_steps_per_epoch == 2
+    assert loader.num_batches_per_epoch == 2
     for epoch in range(3):
         assert loader.epoch == epoch
         seen = [index for _ in range(2) for index in indices(loader.next_batch())]

@@ -44,6 +44,10 @@ class Numbers:
     def epoch(self) -> int:
         return self.next // 2
 
+    @property
+    def num_batches_per_epoch(self) -> int:
+        return 2
+
     def next_batch(self) -> DataProto:
         self.next += 1
         return DataProto.from_dict(non_tensors={"raw_prompt_ids": [[self.next]] * NUM_ROWS})

@@ -161,7 +161,6 @@ def test_every_other_name_of_a_value_is_accepted() -> None:
         ("data.image_key=images", "only texts are read"),
         ("reward_model.reward_loop_source=register", "custom_reward_function.path"),
         ("ray_kwargs.ray_init.runtime_env.py_executable='uv run'", "workers use the Python"),
-        ("algorithm.filter_groups.metric=acc", "not sampled again"),
         ("critic.strategy=fsdp", "FSDP2"),
         ("actor_rollout_ref.hybrid_engine=True", "placement.roles"),
         ("actor_rollout_ref.actor.ppo_micro_batch_size=null", "over all ranks"),
@@ -214,7 +213,6 @@ def test_a_key_of_rolepool_that_nothing_reads_is_accepted_and_explained(
     [
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "needs more memory"),
         ("actor_rollout_ref.actor.ppo_micro_batch_size=64", "use the key that ends with _per_gpu"),
-        ("data.gen_batch_size=1536", "data.train_batch_size prompts"),
         ("critic.model.enable_activation_offload=true", "needs more memory"),
     ],
 )
@@ -263,7 +261,6 @@ def test_a_request_that_is_not_met_but_changes_no_result_is_warned_of(
         ("reward_model.reward_loop_class_name=Mine", "set custom_reward_function.path"),
         ("reward_model.reward_loop_source=importlib", "set custom_reward_function.path"),
         ("ray_kwargs.ray_init.runtime_env.env_vars.A=x", "set variables in your shell"),
-        ("algorithm.filter_groups.enable=true", "prompts are not sampled again; remove it"),
         ("algorithm.rollout_is=true", "set algorithm.rollout_correction.rollout_is"),
         (
             "actor_rollout_ref.actor.tis_imp_ratio_cap=2",

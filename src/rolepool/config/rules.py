@@ -15,6 +15,7 @@ from rolepool.config.schema import Config
 from rolepool.config.values import show
 
 CORRECTION = "algorithm.rollout_correction"
+GROUPS = "algorithm.filter_groups"
 
 
 def contradictions(config: Config) -> list[str]:
@@ -40,6 +41,8 @@ def contradictions(config: Config) -> list[str]:
         _about_log_probs_to_compare(config),
         _about_loss_type(config),
         _about_losses_without_weights(config),
+        _about_groups(config),
+        _about_generation_batches(config),
         _about_resuming(config),
         _about_determinism(config),
         _about_mini_batch(config, "actor_rollout_ref.actor"),
@@ -209,6 +212,29 @@ def _about_losses_without_weights(config: Config) -> Iterator[str]:
         )
         fix = "add the argument (docs/extending.md), or remove rollout_is"
         yield f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}: {reason}; {fix}"
+
+
+def _about_groups(config: Config) -> Iterator[str]:
+    """Groups are chosen by scores, before anything is subtracted from these."""
+    keys = config.algorithm.filter_groups
+    if not keys.enable:
+        return
+    num_samples = config.actor_rollout_ref.rollout.n
+    if num_samples == 1:
+        reason = "with actor_rollout_ref.rollout.n=1 a group has one response and no differences"
+        fix = "set n to at least 2, or enable to false"
+        yield f"{GROUPS}.enable=true: {reason}; {fix}"
+    if keys.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        reason = "the KL penalty of algorithm.use_kl_in_reward=true is computed after the choice"
+        yield f"{GROUPS}.metric=seq_final_reward: {reason}; use seq_reward, the score without it"
+
+
+def _about_generation_batches(config: Config) -> Iterator[str]:
+    size = config.data.gen_batch_size
+    others = (None, config.data.train_batch_size)
+    if size not in others and not config.algorithm.filter_groups.enable:
+        reason = f"without {GROUPS}.enable=true, data.train_batch_size prompts are generated"
+        yield f"data.gen_batch_size={size}: {reason}; set {GROUPS}.enable=true, or remove it"
 
 
 def _about_resuming(config: Config) -> Iterator[str]:

@@ -33,6 +33,9 @@ class DataConfig(Section):
     """Parquet or JSONL files with validation prompts, or hf:NAME:SPLIT."""
     train_batch_size: Count = 1024
     """Prompts in one training step, over all ranks."""
+    gen_batch_size: Count | None = None
+    """Prompts in one batch of generation, with algorithm.filter_groups.enable=true; null means
+    train_batch_size."""
     val_batch_size: Count | None = None
     """Prompts in one validation batch; null means all."""
     max_prompt_length: Count = 512
@@ -202,6 +205,21 @@ class RolloutCorrectionConfig(Section):
         return self.corrects and self.bypass_mode
 
 
+class FilterGroupsConfig(Section):
+    """Dynamic sampling, as in DAPO: a group is the rollout.n responses to one prompt."""
+
+    enable: bool = False
+    """Replace groups whose responses all have the same metric, because their advantages are 0, by
+    groups of further prompts, until a step has data.train_batch_size groups (docs/training.md)."""
+    metric: str | None = None
+    """What is compared: score, or a number that the reward function returns, such as acc. null,
+    reward, seq_reward and seq_final_reward mean score."""
+    max_num_gen_batches: int = 0
+    """How many batches of data.gen_batch_size prompts are generated for a step at most. If a step
+    then has too few groups, the run ends with an error. 0 or less: no limit; the run ends if a
+    whole epoch of prompts has no group to learn from."""
+
+
 class AlgorithmConfig(Section):
     adv_estimator: AdvEstimatorName = "gae"
     """How advantages are estimated: gae (which needs a critic), grpo, grpo_passk, rloo, opo, gpg,
@@ -222,6 +240,7 @@ class AlgorithmConfig(Section):
     """How many steps generation runs ahead of training (docs/asynchrony.md). The responses of step
     n are generated with the weights after step n - 1 - max_staleness, always; 0 is synchronous
     training. Saves time if the rollout has a pool of its own."""
+    filter_groups: FilterGroupsConfig
     rollout_correction: RolloutCorrectionConfig
 
 

@@ -85,6 +85,20 @@ class Config(Section):
         """Responses that a step samples and trains on."""
         return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
 
+    @property
+    def prompts_of_generation(self) -> int:
+        """Prompts in one batch of generation. A step has several of them if groups are
+        filtered."""
+        data = self.data
+        if self.algorithm.filter_groups.enable and data.gen_batch_size is not None:
+            return data.gen_batch_size
+        return data.train_batch_size
+
+    @property
+    def rows_of_generation(self) -> int:
+        """Responses of one batch of generation."""
+        return self.prompts_of_generation * self.actor_rollout_ref.rollout.n
+
     def rows_of_mini_batch(self, keys: model_keys.ActorConfig | model_keys.CriticConfig) -> int:
         """Responses of one optimizer step of the role with these keys."""
         return keys.ppo_mini_batch_size * self.actor_rollout_ref.rollout.n

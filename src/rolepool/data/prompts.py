@@ -271,12 +271,12 @@ class PromptLoader:
         *,
         seed: int,
         shuffle: bool = True,
+        size_key: str = "data.train_batch_size",
     ) -> None:
+        """`size_key` is the key that sets `batch_size`."""
         if batch_size > len(prompts):
             problem = f"{prompts.key} has {len(prompts)} prompts, less than one batch"
-            raise ConfigError(
-                f"data.train_batch_size={batch_size}: {problem}; use at most {len(prompts)}"
-            )
+            raise ConfigError(f"{size_key}={batch_size}: {problem}; use at most {len(prompts)}")
         self._prompts = prompts
         self._batch_size = batch_size
         self._seed = seed
@@ -288,7 +288,7 @@ class PromptLoader:
             "shuffle": shuffle,
         }
         """What must be the same to resume at a saved position."""
-        self.num_steps_per_epoch = len(prompts) // batch_size
+        self.num_batches_per_epoch = len(prompts) // batch_size
         self.epoch = -1
         """The epoch of the next batch; the first is 0."""
         self._move_to(0, 0)

@@ -208,6 +208,11 @@ def _batches(
     parts = plan.dims_of(config, role).dp
     # The batch sizes that are offered can also be split into the same number of mini-batches.
     multiples = {"data.train_batch_size": num_mini_batches}
+    begins_step = spec.rule_worker is not None or any(
+        operation.generates for operation in spec.operations
+    )
+    if begins_step and config.prompts_of_generation != config.data.train_batch_size:
+        multiples["data.gen_batch_size"] = 1
     if spec.is_trained:
         multiples[f"{spec.section}.ppo_mini_batch_size"] = 1
     for key, multiple in multiples.items():

@@ -527,11 +527,12 @@ def _role_memory(
     dims = plan.dims_of(config, role)
     batch_rows = -(-config.rows_of_step // dims.dp)
     if not spec.batched:
+        generation_rows = -(-config.rows_of_generation // dims.dp)
         memory = generation_memory(
             config,
             shape_of(config, role),
             dims,
-            num_sequences=min(batch_rows, rollout.max_num_seqs),
+            num_sequences=min(generation_rows, rollout.max_num_seqs),
             limit=limit,
             room=room,
         )

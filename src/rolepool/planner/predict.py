@@ -254,6 +254,9 @@ class Predictor:
         if not any(rows.live for rows in self.profile.rows.values()):
             what = "the work inside of operations (micro-batches, decode steps, tokens) was not recorded"
             notes.append(f"{what}, so how their time depends on it is assumed")
+        if config.algorithm.filter_groups.enable:
+            one = "a step is predicted with one batch of data.train_batch_size prompts"
+            notes.append(f"algorithm.filter_groups: {one}, and takes longer if groups are filtered")
         notes += self._notes_on_ranks(plan)
         measured_plans = [recording.plan for recording in self.profile.recordings]
         if _most_nodes([plan]) > _most_nodes(measured_plans):

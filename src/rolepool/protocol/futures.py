@@ -336,7 +336,8 @@ class DataProtoFuture(CallFuture):
         stripes: Iterable[Stripe] | None = None,
     ) -> None:
         super().__init__(calls, collect_batches)
-        self._is_plain = stripes is None
+        self.is_plain = stripes is None
+        """Whether it is a future as a call returned it."""
         if stripes is None:
             stripes = [Stripe(self.calls)]
         self.stripes = tuple(stripes)
@@ -356,7 +357,7 @@ class DataProtoFuture(CallFuture):
         If the method returned TensorDicts, the result is one TensorDict; if it returned lists, the
         joined list. If it returned other values, the result is a list of them.
         """
-        if self._is_plain:
+        if self.is_plain:
             replies = replies_of(self.calls, timeout_s)
             if any(reply.header is None for reply in replies):
                 return super().get(timeout_s)
@@ -405,7 +406,7 @@ class DataProtoFuture(CallFuture):
     def concat(futures: Sequence[DataProtoFuture]) -> DataProtoFuture:
         """The rows of all futures, one after another. Each must be a future as a call returned
         it."""
-        if not futures or not all(future._is_plain for future in futures):
+        if not futures or not all(future.is_plain for future in futures):
             raise DataError(
                 "only futures as calls returned them can be concatenated; get() the others first"
             )

@@ -169,7 +169,7 @@ class Rollout(ModelRole):
     def smaller(self, method: str) -> list[str]:
         section = self.spec.section
         overrides = []
-        num_sequences = self.config.rows_of_step // self.context.dims.dp
+        num_sequences = self.config.rows_of_generation // self.context.dims.dp
         num_at_once = min(self.keys.max_num_seqs, num_sequences)
         if method == "generate_sequences" and num_at_once > 1:
             overrides.append(f"{section}.max_num_seqs={num_at_once // 2}")

@@ -406,6 +406,10 @@ class RepeatedPrompts:
     def epoch(self) -> int:
         return self._loader.epoch
 
+    @property
+    def num_batches_per_epoch(self) -> int:
+        return self._loader.num_batches_per_epoch
+
     def next_batch(self) -> DataProto:
         prompts = self._loader.next_batch()
         return repeated(prompts, self._num_samples)

@@ -29,6 +29,7 @@ from rolepool.trainer.paper import schedule_of
 from rolepool.trainer.phases import Phases
 from rolepool.trainer.pipeline import RunningStep
 from rolepool.trainer.rows import (
+    group_metrics,
     length_metrics,
     record,
     record_ahead,
@@ -134,6 +135,7 @@ class Journal:
         metrics = estimated.metrics
         metrics["training/epoch"] = float(step.epoch)
         metrics["training/num_steps"] = float(num_steps)
+        metrics.update(group_metrics(step.groups))
         versions = estimated.sizes.weights_version
         if step.results is not None:
             versions = Sizes.of(step.results.rollouts).weights_version

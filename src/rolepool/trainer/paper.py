@@ -33,12 +33,17 @@ def step_of(config: Config, needs: Needs | None = None) -> Step[Any]:
         if isinstance(named, Step):
             return named
         max_staleness = config.algorithm.max_staleness
+        fix = "write it as a Step with two phases (docs/extending.md)"
+        is_one = f"trainer.step={config.trainer.step} is one; {fix}"
         if max_staleness:
             what = "a step that is one function cannot generate ahead"
-            fix = "write it as a Step with two phases (docs/extending.md), or use 0"
             raise ConfigError(
-                f"algorithm.max_staleness={max_staleness}: {what}, and trainer.step="
-                f"{config.trainer.step} is one; {fix}"
+                f"algorithm.max_staleness={max_staleness}: {what}, and {is_one}, or use 0"
+            )
+        if config.algorithm.filter_groups.enable:
+            what = "a step that is one function cannot generate further prompts"
+            raise ConfigError(
+                f"algorithm.filter_groups.enable=true: {what}, and {is_one}, or use false"
             )
         return in_one_function(named)
     if needs is None:
@@ -47,9 +52,11 @@ def step_of(config: Config, needs: Needs | None = None) -> Step[Any]:
 
 
 def check_step(config: Config) -> None:
-    """Raise ConfigError if the step cannot generate ahead, and the config asks for it. A step of
-    the user may do more than can be run on paper; then its first generation tells."""
-    if config.algorithm.max_staleness == 0 or config.trainer.step is None:
+    """Raise ConfigError if the step cannot generate ahead, or several batches, and the config asks
+    for it. A step of the user may do more than can be run on paper; then its first generation
+    tells."""
+    needs_two_phases = config.algorithm.max_staleness > 0 or config.algorithm.filter_groups.enable
+    if config.trainer.step is None or not needs_two_phases:
         return
     try:
         schedule_of(config)
@@ -77,7 +84,7 @@ def schedule_of(config: Config) -> Schedule:
         proxies[role] = _PaperRole(graph, role)
     roles = Roles(proxies, _PaperWeights(graph))
     estimator: Any = _PaperEstimator(graph, roles.recorder)
-    pipeline = Pipeline(step_of(config), estimator, _PaperPrompts())
+    pipeline = Pipeline(step_of(config), estimator, _PaperPrompts(), lambda *_: _PaperGroups(graph))
 
     number = config.trainer.critic_warmup + 1  # the first step that trains the actor
     names: dict[int, str] = {}
@@ -138,6 +145,7 @@ class _PaperPrompts:
     """Prompts without data."""
 
     epoch = 0
+    num_batches_per_epoch = 1
 
     def next_batch(self) -> Any:
         return PaperBatch()
@@ -218,11 +226,32 @@ class _PaperEstimator:
         return SimpleNamespace(batch=batch, lengths=())
 
 
+@dataclass
+class _PaperGroups:
+    """On paper the first batch of a step has enough groups. The driver waits for its scores."""
+
+    graph: _Graph
+    are_enough = True
+    chosen: Any = None
+    _generated: Any = None
+
+    def add(self, generated: Any) -> None:
+        self.graph.wait_for(generated.scores)
+        self._generated = generated
+
+    def check_limit(self) -> None:
+        """There is none."""
+
+    def joined(self) -> Any:
+        return self._generated
+
+
 @dataclass(frozen=True)
 class _PaperWeights:
     """A transfer of weights that is one call of both roles."""
 
     graph: _Graph
+    needs_send = True
     sent: list[PaperBatch] = field(default_factory=list)
 
     def send(self, version: int) -> Any:

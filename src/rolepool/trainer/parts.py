@@ -61,13 +61,19 @@ class RunParts:
             prompt_sets.append(self.val_prompts)
         check_prompts(config, checked.models, prompt_sets)
         seed = keys.seed if data.seed is None else data.seed
+        size_key = "data.train_batch_size"
+        if config.prompts_of_generation != data.train_batch_size:
+            size_key = "data.gen_batch_size"
         self.loader = PromptLoader(
             prompts,
-            data.train_batch_size,
+            config.prompts_of_generation,
             seed=seed,
             shuffle=data.shuffle,
+            size_key=size_key,
         )
-        num_steps_of_epochs = keys.total_epochs * self.loader.num_steps_per_epoch
+        # How many groups will be filtered is not known, so they do not count here.
+        num_steps_per_epoch = max(1, len(prompts) // data.train_batch_size)
+        num_steps_of_epochs = keys.total_epochs * num_steps_per_epoch
         self.num_steps = keys.total_training_steps or num_steps_of_epochs
 
         estimator = Estimator(config)

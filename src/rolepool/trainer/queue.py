@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rolepool.trainer.recorder import NotedCall
-from rolepool.trainer.state import QueuedStep
+from rolepool.trainer.state import FilteredGroups, QueuedStep
 
 if TYPE_CHECKING:
     from rolepool.protocol import DataProto
@@ -46,10 +46,15 @@ class QueuedBatch:
     """The calls of the first phase. A batch that comes from a saved state has none."""
     results: Results | None = None
     """What its calls have returned, as soon as the driver holds it."""
+    is_open: bool = False
+    """Whether further prompts may have to be generated, because groups are filtered and the driver
+    has not read their scores yet."""
+    groups: FilteredGroups | None = None
+    """What was filtered, if groups are filtered."""
 
     @property
     def queued(self) -> QueuedStep:
-        return QueuedStep(step=self.number, data=dict(self.position))
+        return QueuedStep(step=self.number, data=dict(self.position), groups=self.groups)
 
     def hold(self) -> StoredBatch:
         """Wait until its calls have ended, and hold their results. Then no death of a process or a

@@ -38,7 +38,7 @@ def results_of(generated: Generated, what: str, timeout_s: float) -> Results:
     def value_of(batch: Batch) -> DataProto:
         left_s = max(0.0, deadline_s - time.monotonic())
         try:
-            return _fetched(batch, left_s)
+            return fetched(batch, left_s)
         except WorkerError as error:
             if error.is_death or time.monotonic() < deadline_s:
                 raise
@@ -65,7 +65,7 @@ def results_if_ended(generated: Generated) -> Results | None:
         return None
 
 
-def _fetched(batch: Batch, timeout_s: float) -> DataProto:
+def fetched(batch: Batch, timeout_s: float | None) -> DataProto:
     """The data of a batch. A step of the user may hand on a batch instead of a future."""
     if isinstance(batch, DataProto):
         return batch

@@ -14,6 +14,7 @@ from rolepool.placement.built_in_roles import ADV, UPDATE_WEIGHTS
 from rolepool.placement.roles import OPERATIONS
 from rolepool.trainer.advantages import Estimated, describe
 from rolepool.trainer.pipeline import RunningStep
+from rolepool.trainer.state import FilteredGroups
 from rolepool.trainer.step import StepCalls, update_orders
 from rolepool.weights.process_group import Sent
 
@@ -104,6 +105,17 @@ def staleness_metrics(
     return {
         "training/staleness/mean": float(staleness.double().mean()),
         "training/staleness/max": float(staleness.max()),
+    }
+
+
+def group_metrics(groups: FilteredGroups | None) -> dict[str, float]:
+    """What was filtered for a step; empty without `algorithm.filter_groups`."""
+    if groups is None:
+        return {}
+    return {
+        "train/num_gen_batches": float(groups.num_batches),
+        "train/filtered_groups": float(groups.num_filtered),
+        "train/surplus_groups": float(groups.num_surplus),
     }
 
 

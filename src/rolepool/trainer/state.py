@@ -3,11 +3,42 @@
 Imports neither torch nor ray, because `plan` runs the pipeline on paper.
 """
 
+from itertools import pairwise
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rolepool.config.run_keys import MAX_STALENESS
+
+
+class FilteredGroups(BaseModel):
+    """What `algorithm.filter_groups` has chosen for a step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gen_batch_size: int = Field(ge=1)
+    """Prompts in one batch of generation."""
+    num_batches: int = Field(ge=1)
+    num_filtered: int = Field(ge=0)
+    """Groups whose responses all had the same metric."""
+    kept: tuple[int, ...]
+    """The numbers of the groups that the step learns from, among those of all its batches."""
+
+    @property
+    def num_surplus(self) -> int:
+        """Groups of the last batch that could have been learned from, but were too many."""
+        return self.gen_batch_size * self.num_batches - self.num_filtered - len(self.kept)
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        """A damaged file is refused here."""
+        is_in_order = all(first < second for first, second in pairwise(self.kept))
+        num_groups = self.gen_batch_size * self.num_batches
+        if not self.kept or not is_in_order or self.kept[0] < 0 or self.kept[-1] >= num_groups:
+            raise ValueError("the groups of a step are not in the order of its prompts")
+        if self.num_surplus < 0:
+            raise ValueError("a step has more groups than were generated")
+        return self
 
 
 class QueuedStep(BaseModel):
@@ -20,6 +51,8 @@ class QueuedStep(BaseModel):
     """The step that will learn from it."""
     data: dict[str, Any]
     """The position in the prompts at which the batch begins."""
+    groups: FilteredGroups | None = None
+    """None without `algorithm.filter_groups`."""
 
 
 class TrainState(BaseModel):

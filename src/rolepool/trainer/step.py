@@ -291,6 +291,10 @@ class RolloutCalls(Protocol):
 class WeightCalls(Protocol):
     """How the actor's weights get to the rollout."""
 
+    @property
+    def needs_send(self) -> bool:
+        """Whether the rollout keeps its weights until the next `send`, whatever the actor does."""
+
     def send(self, version: int) -> list[CallFuture]:
         """Queue the transfer of the actor's weights to the rollout. Later responses carry this
         version."""
@@ -374,6 +378,8 @@ class Roles:
         self._weights = weights
         self.recorder = CallRecorder()
         """Notes the calls of a step."""
+        self.before_new_weights: Callable[[], None] | None = None
+        """Queues what must still be generated with the weights that the rollout has."""
         recorded: dict[str, Any] = {}
         for name, proxy in calls.items():
             recorded[name] = RecordedRole(self.recorder, Role(name), proxy)
@@ -392,8 +398,16 @@ class Roles:
             if role in calls:
                 self.trained[role] = calls[role]
 
+    @property
+    def can_generate_behind_updates(self) -> bool:
+        """Whether a generation that is queued behind updates of the actor still uses the weights
+        before these updates."""
+        return self._weights.needs_send
+
     def sync_weights(self, version: int) -> list[CallFuture]:
         """Queue the transfer of the actor's weights to the rollout."""
+        if self.before_new_weights is not None:
+            self.before_new_weights()
         calls = self._weights.send(version)
         for call in calls:
             self.recorder.note(UPDATE_WEIGHTS, call)

@@ -33,6 +33,9 @@ Calls = Any
 class Channel(ABC):
     """A way of the actor's weights to all engines of the rollout."""
 
+    needs_send = True
+    """Whether the engines keep their weights until the next `send`, whatever the actor does."""
+
     def __init__(self, actor: Calls, rollout: Calls) -> None:
         self._actor = actor
         self._rollout = rollout
@@ -63,6 +66,7 @@ class SameProcess(Channel):
     """Actor and rollout share processes. Each process copies its weights inside, or copies nothing
     if its engine generates with the actor's own tensors."""
 
+    needs_send = False
     _transfer: CallFuture | None = None
     _copies_nothing = False
     """Whether the engines of all ranks generate with the actor's own tensors, as their first
