@@ -93,7 +93,7 @@ def _shape(hidden_size: int, num_layers: int, vocab_size: int) -> dict[str, obje
 
 
 CPU_SIZE = Size(
-    _shape(128, 3, 512), num_rows=64, num_mini_batches=2, prompt_tokens=16, longest_response=192
+    _shape(64, 4, 512), num_rows=10, num_mini_batches=2, prompt_tokens=16, longest_response=640
 )
 CUDA_SIZE = Size(
     _shape(896, 16, 8192), num_rows=256, num_mini_batches=4, prompt_tokens=64, longest_response=512
