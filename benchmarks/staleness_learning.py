@@ -163,6 +163,8 @@ def show(results: Results, measure: str, tests: Mapping[str, Mapping[str, Any]])
             verdict = f"equivalent within {MARGIN}"
         elif test["is_not_worse"]:
             verdict = f"not worse by {MARGIN}, but perhaps better"
+        elif test["high"] < -MARGIN:
+            verdict = f"worse by more than {MARGIN}"
         else:
             verdict = f"not shown to be within {MARGIN}"
         print(
