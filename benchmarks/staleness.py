@@ -330,6 +330,12 @@ def main() -> int:
         folder = Path(name)
         words = [*words_of(options, size), *write_models(folder, size)]
         before = os.getloadavg()[0]
+        if options.device == "cpu" and before > num_cores() / 4:
+            print(
+                f"other programs use this machine (load {before:.1f} on {num_cores()} cores), so "
+                "times of different runs cannot be compared",
+                flush=True,
+            )
         rounds = measure(options, words, folder)
         if not rounds:
             print("no round has all sides")
