@@ -22,7 +22,8 @@ class FilteredRuns(Runs):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [0, 1])
 def test_the_groups_are_the_same_under_every_placement(k: int, demo: Demo, tmp_path: Path) -> None:
     runs = FilteredRuns(demo, tmp_path)
     expected: Rows = runs.rows(k, "one rank")
