@@ -18,7 +18,8 @@ from rolepool.errors import DataError
 from rolepool.trainer.loop import Trainer
 
 chaos = load_benchmark("chaos")
-pytestmark = pytest.mark.usefixtures("one_ray")
+# The choice of groups, its limit and the order of calls have unit tests (test_groups.py).
+pytestmark = [pytest.mark.usefixtures("one_ray"), pytest.mark.slow]
 NUM_STEPS = 4
 SHORT = ["data.val_files=null", "trainer.val_before_train=false", *ONE_RANK]
 FILTERED = ["algorithm.filter_groups.enable=true", "data.gen_batch_size=12"]
@@ -82,7 +83,6 @@ def training_rows(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows_of(folder) if "training/global_step" in row]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("k", [0, 1])
 def test_after_a_death_or_a_resume_the_groups_are_the_same(k: int, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def calibrate_and_move(demo: Demo, folder: Path) -> None:
     assert "global_pool [2] -> " in move["what"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_run_without_a_profile_calibrates_and_moves(
     demo: Demo, one_ray: None, tmp_path: Path

@@ -94,6 +94,7 @@ def test_training_goes_on_after_several_deaths_some_of_them_in_one_step(
     assert not list(Path("/dev/shm").glob(f"rolepool-{os.getpid()}-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_healthy_role_is_not_rewound_twice_if_another_one_dies_while_it_is_replaced(
     keys: list[str], expected: Any, tmp_path: Path

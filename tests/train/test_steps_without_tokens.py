@@ -33,6 +33,7 @@ class SilentEngine(TransformersEngine):
 pytestmark = pytest.mark.usefixtures("one_ray")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
