@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 
 LEVEL = 0.05
 NUM_INTERVALS = 2000
-"""Of Simpson's rule. The result is exact to 1e-9 for every number of pairs."""
+"""The pairs of intervals of Simpson's rule. The result is exact to 1e-9 for every number of pairs."""
 LARGEST_QUANTILE = 1e4
 
 
@@ -33,9 +33,9 @@ class Equivalence:
     within the margin."""
     high: float
     p_not_worse: float
-    """Of the test against "worse by the margin or more"."""
+    """The p-value of the test against "worse by the margin or more"."""
     p_not_better: float
-    """Of the test against "better by the margin or more"."""
+    """The p-value of the test against "better by the margin or more"."""
 
     @property
     def is_not_worse(self) -> bool:

@@ -93,7 +93,7 @@ class Operation:
     first_s: float
     later_s: float
     compile_s: float = 0.0
-    """Of the first step."""
+    """The seconds that the first step compiled."""
     capture_s: float = 0.0
 
 

@@ -59,7 +59,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of a step of rolepool's."""
+    """Shares of the time of a step of rolepool."""
 
     controller: float
     """No worker process, helpers included, runs an operation."""
@@ -72,7 +72,8 @@ class Shares:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one part: seconds by what took them, `step` among them, and memory where it was seen."""
+    """What was measured of one part: the seconds of each operation and of the `step`, and memory, if
+    it was seen."""
 
     seconds: dict[str, float]
     torch_gib: float
@@ -99,7 +100,7 @@ class Ended:
 
 @dataclass
 class GpuMemory:
-    """Of the whole GPU, as NVML sees it; None on a machine without one."""
+    """The memory of the whole GPU, as NVML sees it; None on a machine without one."""
 
     before_bytes: int | None = None
     _handle: object = field(default=None, repr=False)
